@@ -1,0 +1,115 @@
+"""What is trained: three models, from arithmetic-bound to nothing but host overhead.
+
+Keras is imported inside the functions: the peer decides first which backend it runs on.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model, its data, and how its weights are split over the axis `model`.
+
+    Attributes:
+      build: makes the model.
+      batch: makes one batch (inputs, targets) from a `numpy.random.Generator`.
+      loss: what `compile` takes, or a function that makes it.
+      layouts: patterns of variable paths -> axes, one per dim.
+      steps: the steps of a timed block: enough for about a second.
+    """
+
+    build: Callable
+    batch: Callable
+    loss: Callable
+    layouts: dict
+    steps: int
+
+
+# Four blocks of width 256 with eight heads, on 32 sequences of 64 tokens.
+VOCABULARY, SEQUENCE, WIDTH, HEADS, BLOCKS = 1000, 64, 256, 8, 4
+
+
+def transformer():
+    import keras
+
+    layers = keras.layers
+    tokens = keras.Input((SEQUENCE,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, WIDTH, name="embedding")(tokens)
+    for i in range(BLOCKS):
+        y = layers.LayerNormalization(name=f"attention_norm_{i}")(x)
+        attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name=f"attention_{i}")
+        x = layers.Add()([x, attention(y, y, use_causal_mask=True)])
+        y = layers.LayerNormalization(name=f"mlp_norm_{i}")(x)
+        y = layers.Dense(4 * WIDTH, activation="gelu", name=f"mlp_up_{i}")(y)
+        x = layers.Add()([x, layers.Dense(WIDTH, name=f"mlp_down_{i}")(y)])
+    x = layers.LayerNormalization(name="norm")(x)
+    return keras.Model(tokens, layers.Dense(VOCABULARY, name="logits")(x))
+
+
+def transformer_loss():
+    import keras
+
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def transformer_batch(rng):
+    tokens = rng.integers(VOCABULARY, size=(32, SEQUENCE + 1), dtype="int32")
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def mlp(inputs, hidden, outputs):
+    import keras
+
+    return keras.Sequential(
+        [
+            keras.Input((inputs,)),
+            keras.layers.Dense(hidden, activation="relu", name="up"),
+            keras.layers.Dense(outputs, name="down"),
+        ]
+    )
+
+
+def mlp_batch(rng, rows, inputs, outputs):
+    return (
+        rng.standard_normal((rows, inputs), dtype="float32"),
+        rng.standard_normal((rows, outputs), dtype="float32"),
+    )
+
+
+MLP_LAYOUTS = {
+    "up/kernel": (None, "model"),
+    "up/bias": ("model",),
+    "down/kernel": ("model", None),
+}
+
+WORKLOADS = {
+    "transformer": Workload(
+        build=transformer,
+        batch=transformer_batch,
+        loss=transformer_loss,
+        layouts={
+            r"attention_\d+/(query|key|value)/kernel": (None, "model", None),
+            r"attention_\d+/(query|key|value)/bias": ("model", None),
+            r"attention_\d+/attention_output/kernel": ("model", None, None),
+            r"mlp_up_\d+/kernel": (None, "model"),
+            r"mlp_up_\d+/bias": ("model",),
+            r"mlp_down_\d+/kernel": ("model", None),
+        },
+        steps=4,
+    ),
+    "mlp": Workload(
+        build=lambda: mlp(512, 2048, 512),
+        batch=lambda rng: mlp_batch(rng, 256, 512, 512),
+        loss=lambda: "mse",
+        layouts=MLP_LAYOUTS,
+        steps=40,
+    ),
+    "tiny": Workload(
+        build=lambda: mlp(8, 16, 1),
+        batch=lambda rng: mlp_batch(rng, 32, 8, 1),
+        loss=lambda: "mse",
+        layouts=MLP_LAYOUTS,
+        steps=200,
+    ),
+}
