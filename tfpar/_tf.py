@@ -1,0 +1,61 @@
+"""Every private TensorFlow and Keras name that tfpar uses, each with its reason.
+
+An upgrade of TensorFlow or Keras touches this file alone: nothing else in tfpar imports from
+``tensorflow.python``, ``tensorflow.dtensor`` or ``keras.src`` (a test holds this).
+"""
+
+import keras
+
+# What Keras is building while a variable is created: the stack's callers tell the weights of
+# layers from the variables of optimizers, metrics and seed generators, and name their path.
+from keras.src.backend.common import global_state as _global_state
+from keras.src.backend.common.name_scope import current_path as _current_path
+
+# The class in which Keras turns a step into a compiled function (`_make_function`,
+# `make_predict_function`) and builds a model from its first batch (`_maybe_symbolic_build`).
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+# The base classes of convolution layers, whose filters DTensor cannot leave split.
+from keras.src.layers.convolutional.base_conv import BaseConv
+from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
+from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
+from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
+
+# The base classes of a strategy: `tf.distribute.Strategy` is public, what a strategy of one's own
+# must implement is not.
+from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyExtendedV1
+
+# A variable read outside a step is recorded on gradient tapes as TensorFlow's own reads are.
+from tensorflow.python.eager.record import record_operation, stop_recording
+from tensorflow.python.eager.tape import variable_accessed
+
+CONVOLUTIONS = (BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableConv)
+
+__all__ = [
+    "CONVOLUTIONS",
+    "ReplicaContextBase",
+    "StrategyExtendedV1",
+    "TensorFlowTrainer",
+    "creating",
+    "record_operation",
+    "stop_recording",
+    "variable_accessed",
+]
+
+
+def creating(name):
+    """What the variable `name` that is being created belongs to.
+
+    Returns:
+      (path, layer): its Keras path, such as "block_1/dense/kernel", and the layer whose weight it
+      is, or None for variables of optimizers, metrics, seed generators and of no Keras object.
+    """
+    stack = _global_state.get_global_attribute("name_scope_stack") or []
+    prefix = _current_path()
+    path = f"{prefix}/{name}" if prefix else name
+    others = (keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
+    callers = [entry.caller for entry in stack if entry.caller is not None]
+    if any(isinstance(caller, others) for caller in callers):
+        return path, None
+    layers = [caller for caller in callers if isinstance(caller, keras.layers.Layer)]
+    return path, layers[-1] if layers else None

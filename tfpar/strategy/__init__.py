@@ -1,0 +1,1 @@
+"""Distribution strategies that Keras accepts in `with strategy.scope():`."""

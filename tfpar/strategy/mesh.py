@@ -1,0 +1,268 @@
+"""The global view: a step is written as for one device, and DTensor splits it over the mesh.
+
+There is one logical replica, so the loss is not divided, clipping sees the whole gradient, every
+row of an uneven batch weighs alike and masks normalise over the whole batch. `data` shards the
+batch, `model` shards weights by the `LayoutMap`; DTensor inserts the collectives.
+"""
+
+import os
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfpar import _tf, layouts as layouts_lib
+from tfpar.layouts import LayoutMap
+from tfpar.mesh import Mesh
+from tfpar.strategy import data as data_lib
+from tfpar.strategy import rules, trainer
+from tfpar.variables import ShardedVariable, step_scope, to_host
+
+
+class MeshStrategy(tf.distribute.Strategy):
+    """Trains a Keras model on a mesh of devices with the numbers of one device.
+
+    Build and compile the model inside `with strategy.scope():`; `fit`, `evaluate`, `predict` and
+    the rest work as ever::
+
+        mesh = tfpar.Mesh(data=4, model=2)
+        strategy = tfpar.MeshStrategy(mesh, layouts={r"up/kernel": (None, "model")})
+        with strategy.scope():
+            model = build_model()
+            model.compile("adam", "mse")
+        model.fit(dataset)
+
+    The batch that `fit` receives is the global batch; each device gets its slice of it along the
+    axis `data`. `num_replicas_in_sync` is 1, since the step is one logical replica: a script that
+    multiplies its batch size by it should multiply by `mesh.data`.
+
+    Args:
+      mesh: a `tfpar.Mesh` with pipe=1.
+      layouts: a `tfpar.LayoutMap`, a dict of its rules or a `keras.distribution.LayoutMap`: which
+        weights are split, and how. Weights without a rule are whole on every device.
+
+    Raises:
+      ValueError: not a mesh, or pipe > 1.
+    """
+
+    def __init__(self, mesh, layouts=None):
+        if not isinstance(mesh, Mesh):
+            raise ValueError(f"mesh must be a tfpar.Mesh; received {mesh!r}")
+        if mesh.pipe > 1:
+            raise ValueError(
+                f"MeshStrategy takes a mesh with pipe=1; received pipe={mesh.pipe}. Leave pipe out "
+                "and give its devices to data or model"
+            )
+        # DTensor's combiner of all-reduces moves them across variable reads: Adam then trains on
+        # stale values. "0" switches it off, also after TensorFlow's start ("false" does not).
+        os.environ["DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"] = "0"
+        rules.allow_replicated(rules.COMMON_WITHOUT_RULE)
+        trainer.install(lambda strategy: isinstance(strategy, MeshStrategy))
+        self._mesh = mesh
+        self._layouts = LayoutMap.coerce(layouts)
+        super().__init__(_Extended(self))
+
+    @property
+    def mesh(self):
+        """The `tfpar.Mesh` that steps run on."""
+        return self._mesh
+
+    @property
+    def layouts(self):
+        """The `tfpar.LayoutMap` that splits weights."""
+        return self._layouts
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """Runs `fn` as one step on the mesh; for training loops of one's own.
+
+        Called from Python, it packs the host values in `args` and `kwargs` onto the mesh (dim 0
+        over `data`) and returns plain tensors. Inside a `tf.function` it takes and returns
+        DTensors.
+        """
+        if not tf.executing_eagerly():
+            return super().run(fn, args, kwargs, options)
+        args, kwargs = self.pack((tuple(args), kwargs or {}))
+        with dtensor.default_mesh(self._mesh.dtensor_mesh):
+            outputs = super().run(fn, args, kwargs, options)
+        return tf.nest.map_structure(to_host, outputs)
+
+    def pack(self, batch):
+        """Packs a nest of host values onto the mesh, dim 0 over `data` (see `data.pack`)."""
+        return data_lib.pack(batch, self._mesh)
+
+    def explain(self, model):
+        """A table of the model's weights: shape, layout, bytes per device, and each rule's catch.
+
+        Args:
+          model: a built Keras model.
+
+        Returns:
+          A string; print it.
+        """
+        rows = [
+            (v.path, tuple(v.shape), v.dtype, self._axes_of(v)) for v in _weights(model)
+        ]
+        return layouts_lib.explain(rows, self._layouts, self._mesh)
+
+    def _axes_of(self, weight):
+        if not isinstance(weight.value, ShardedVariable):
+            return (None,) * len(weight.shape)
+        specs = weight.value.layout.sharding_specs
+        return tuple(None if spec == dtensor.UNSHARDED else spec for spec in specs)
+
+    def check_layouts(self, model):
+        """Refuses rules that caught none of the weights of `model`.
+
+        Raises:
+          ValueError: names the rule and the nearest paths.
+        """
+        if model.built:
+            self._layouts.check_all_rules_matched([(v.path, tuple(v.shape)) for v in _weights(model)])
+
+
+def _weights(model):
+    """The layers' own weights, each once, without the states of seed generators."""
+    once = {id(v): v for v in model.weights}.values()
+    return [v for v in once if not v.path.endswith("seed_generator_state")]
+
+
+class _Replica(_tf.ReplicaContextBase):
+    """The one logical replica that sees the whole batch: reductions have nothing to do."""
+
+    def all_reduce(self, reduce_op, value, options=None):
+        del reduce_op, options
+        return tf.nest.map_structure(_densify, value)
+
+    def all_gather(self, value, axis, options=None):
+        del axis, options
+        return value
+
+
+def _densify(gradient):
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.convert_to_tensor(gradient)
+    return gradient
+
+
+class _Extended(_tf.StrategyExtendedV1):
+    def __init__(self, strategy):
+        super().__init__(strategy)
+        self._strategy = strategy
+        self._retrace_functions_for_each_device = False
+
+    @property
+    def _mesh(self):
+        return self._strategy.mesh
+
+    def _create_variable(self, next_creator, **kwargs):
+        initial = kwargs.pop("initial_value")
+        with tf.device("CPU:0"):
+            initial = initial() if callable(initial) else initial
+            initial = tf.convert_to_tensor(initial, dtype=kwargs.get("dtype"))
+        if initial.dtype == tf.string:  # tables and names: never part of a step
+            return next_creator(initial_value=initial, **kwargs)
+        path, layer = _tf.creating(kwargs.get("name") or "Variable")
+        axes = self._axes(path, layer, kwargs.get("name"), tuple(initial.shape))
+        beside = kwargs.get("colocate_with")
+        if isinstance(beside, ShardedVariable) and beside.shape == initial.shape:
+            layout = beside.layout
+        else:
+            layout = self._mesh.layout(axes)
+        keep = ("trainable", "dtype", "name", "synchronization", "aggregation", "constraint")
+        variable = ShardedVariable(
+            initial,
+            layout=layout,
+            path=path,
+            gather=isinstance(layer, _tf.CONVOLUTIONS),  # DTensor cannot split their filters
+            **{key: value for key, value in kwargs.items() if key in keep},
+        )
+        variable._distribute_strategy = self._strategy
+        return variable
+
+    def _axes(self, path, layer, name, shape):
+        """The axes of a new variable: by rule, else as its layer states, else whole."""
+        if layer is None:
+            return (None,) * len(shape)
+        axes = self._strategy.layouts.lookup(path, shape, self._mesh)
+        stated = getattr(layer, "axes_of_weights", {}).get(name)
+        if stated is None:
+            return axes
+        return LayoutMap({f"^{path}$": stated}).lookup(path, shape, self._mesh)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable):
+        pass
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        with _Replica(self._container_strategy(), 0):
+            with step_scope():
+                return fn(*args, **kwargs)
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        return value
+
+    def _gather_to_implementation(self, value, destinations, axis, options):
+        return value
+
+    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+        return [value for value, _ in value_destination_pairs]
+
+    def _update(self, var, fn, args, kwargs, group):
+        result = fn(var, *args, **kwargs)
+        return tf.group(result) if group else result
+
+    def _update_non_slot(self, colocate_with, fn, args, kwargs, group):
+        result = fn(*args, **kwargs)
+        return tf.group(result) if group else result
+
+    def _local_results(self, value):
+        return (value,)
+
+    def value_container(self, value):
+        return value
+
+    def read_var(self, variable):
+        return variable.read_value()
+
+    def non_slot_devices(self, var_list):
+        return list(self._mesh.devices)
+
+    def _use_merge_call(self):
+        return False
+
+    def _default_device_scope(self):
+        return None
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        return data_lib.PackedDataset(dataset, self._mesh)
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        dataset = dataset_fn(tf.distribute.InputContext())
+        return data_lib.PackedDataset(dataset, self._mesh)
+
+    @property
+    def _num_replicas_in_sync(self):
+        return 1
+
+    @property
+    def worker_devices(self):
+        return tuple(self._mesh.devices)
+
+    @property
+    def parameter_devices(self):
+        return tuple(self._mesh.devices)
+
+    @property
+    def should_checkpoint(self):
+        return True
+
+    @property
+    def should_save_summary(self):
+        return True
+
+    def _in_multi_worker_mode(self):
+        return False
+
+    def _get_local_replica_id(self, replica_id_in_sync_group):
+        return replica_id_in_sync_group
+
+    def _get_replica_id_in_sync_group(self, replica_id):
+        return replica_id

@@ -1,0 +1,205 @@
+"""How Keras' `fit`, `evaluate`, `predict` and the `*_on_batch` methods run a step on a mesh.
+
+Keras compiles a step in `TensorFlowTrainer`; its own way hands plain tensors to the compiled
+function where a mesh needs DTensors (`train_on_batch`), and draws a batch from the data to build a
+model (which moves shuffles on). For models built in a MeshStrategy's scope, and for these alone,
+the functions below take the place of four methods.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfpar import _tf
+from tfpar.strategy import rules
+from tfpar.variables import ShardedVariable, to_host
+
+
+def replicate(outputs, mesh):
+    """In a step: lays every tensor of the nest `outputs` out whole on every device."""
+
+    def one(value):
+        if not tf.is_tensor(value):
+            return value
+        return dtensor.relayout(value, mesh.layout((None,) * value.shape.rank))
+
+    return tf.nest.map_structure(one, outputs)
+
+
+class Step:
+    """A step function of a Keras model, compiled for its strategy's mesh.
+
+    Takes a batch (a nest of host values or DTensors) and returns plain tensors.
+    """
+
+    def __init__(self, model, strategy, step_function):
+        self._model = model
+        self._strategy = strategy
+        self._step_function = step_function
+        self._checked = False
+        self._call = self._run if model.run_eagerly else tf.function(self._run, autograph=False)
+
+    def __call__(self, batch):
+        if not self._checked:
+            check_model(self._model, self._strategy)
+            self._checked = True
+        packed = self._strategy.pack(batch)
+        try:
+            outputs = self._call(packed)
+        except tf.errors.OpError as error:
+            known = rules.explain_failure(error)
+            if known is None:
+                raise
+            raise known from error
+        return tf.nest.map_structure(to_host, outputs)
+
+    def _run(self, batch):
+        with rules.unrolled(self._model):
+            outputs = self._strategy.run(self._step_function, args=(batch,))
+        if tf.executing_eagerly():
+            return outputs
+        outputs = replicate(outputs, self._strategy.mesh)
+        graph = tf.compat.v1.get_default_graph()
+        rules.check_graph(graph, self._strategy.mesh, variable_names(self._model))
+        return outputs
+
+
+def _variables(model):
+    """All variables that a step of `model` may touch."""
+    optimizer = getattr(model, "optimizer", None)
+    found = list(model.variables) + list(optimizer.variables if optimizer else [])
+    return found + [v for metric in model.metrics for v in metric.variables]
+
+
+def variable_names(model):
+    """{id of a variable's handle: its path}, for messages about variables off the mesh."""
+    return {id(v.handle): f"variable {v.path!r}" for v in _variables(model)}
+
+
+def check_model(model, strategy):
+    """Refuses, before the first step, what a step on the mesh would compute wrong.
+
+    Raises:
+      ValueError: jit_compile=True, variables that are not on the strategy's mesh, or a rule of the
+        LayoutMap that caught no weight.
+    """
+    if getattr(model, "_jit_compile", None) and model.compiled:
+        raise ValueError(
+            "compile(jit_compile=True) is not supported under MeshStrategy: DTensor splits a step "
+            "before XLA could see it. Leave jit_compile out"
+        )
+    for variable in _variables(model):
+        inside = variable.value
+        if not isinstance(inside, ShardedVariable):
+            raise rules.UnsupportedStep(
+                f"variable {variable.path!r} was created outside strategy.scope(), so it does not "
+                "live on the mesh and a step would compute wrong numbers with it; build models, "
+                "optimizers, metrics and seed generators, and call compile, inside "
+                "`with strategy.scope():`"
+            )
+        if inside.layout.mesh != strategy.mesh.dtensor_mesh:
+            raise rules.UnsupportedStep(
+                f"variable {variable.path!r} belongs to the mesh of another strategy; build the "
+                "whole model, its optimizer and metrics in one strategy's scope"
+            )
+    strategy.check_layouts(model)
+
+
+def make_function(model, strategy, step_function):
+    """What Keras calls once for each execution, with an iterator over batches."""
+    step = Step(model, strategy, step_function)
+
+    def function(iterator):
+        outputs = None
+        for _, batch in zip(range(model.steps_per_execution), iterator):
+            outputs = step(batch)
+            if hasattr(iterator, "prepare"):
+                iterator.prepare()
+        if outputs is None:
+            raise StopIteration
+        return outputs
+
+    return function
+
+
+def make_predict_function(model, strategy):
+    """What Keras calls once for each execution, with a list of batches."""
+    step = Step(model, strategy, model.predict_step)
+
+    def function(batches):
+        outputs = [step(batch) for batch in batches]
+        if len(outputs) == 1:
+            return outputs[0]
+        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    return function
+
+
+@contextlib.contextmanager
+def on_host(model):
+    """Gives `model` plain variables with the same values for a while, for exporting it."""
+    variables = {id(v): v for v in model.variables}.values()
+    held = [v.value for v in variables]
+    for variable in variables:
+        plain = tf.Variable(variable.numpy(), trainable=variable.trainable, name=variable.name)
+        variable._value = plain
+    try:
+        yield
+    finally:
+        for variable, sharded in zip(variables, held):
+            variable._value = sharded
+
+
+_installed = False
+
+
+def install(is_ours):
+    """Puts the functions above in place of Keras' own, once a process.
+
+    Args:
+      is_ours: tells whether a strategy is a MeshStrategy.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    base = _tf.TensorFlowTrainer
+    stock_function, stock_predict = base._make_function, base.make_predict_function
+    stock_build, stock_export = base._maybe_symbolic_build, keras.Model.export
+
+    def _make_function(self, step_function):
+        if not is_ours(self._distribute_strategy):
+            return stock_function(self, step_function)
+        return make_function(self, self._distribute_strategy, step_function)
+
+    def predict_function(self, force=False):
+        if not is_ours(self._distribute_strategy):
+            return stock_predict(self, force)
+        if self.predict_function is None or force:
+            self.predict_function = make_predict_function(self, self._distribute_strategy)
+        return self.predict_function
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        if not is_ours(self._distribute_strategy):
+            return stock_build(self, iterator, data_batch)
+        if iterator is not None:
+            data_batch = iterator._distributed_dataset.example()
+        data_batch = tf.nest.map_structure(
+            lambda v: v if v is None or hasattr(v, "shape") else tf.convert_to_tensor(v), data_batch
+        )
+        with self._distribute_strategy.scope():
+            self._symbolic_build(data_batch=data_batch)
+
+    def export(self, *args, **kwargs):
+        if not is_ours(self._distribute_strategy):
+            return stock_export(self, *args, **kwargs)
+        with on_host(self):
+            return stock_export(self, *args, **kwargs)
+
+    base._make_function = _make_function
+    base.make_predict_function = predict_function
+    base._maybe_symbolic_build = _maybe_symbolic_build
+    export.__doc__ = stock_export.__doc__
+    keras.Model.export = export
