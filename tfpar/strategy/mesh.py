@@ -99,7 +99,7 @@ class MeshStrategy(tf.distribute.Strategy):
           A string; print it.
         """
         rows = [
-            (v.path, tuple(v.shape), v.dtype, self._axes_of(v)) for v in _weights(model)
+            (v.path, tuple(v.shape), v.value.dtype.size, self._axes_of(v)) for v in _weights(model)
         ]
         return layouts_lib.explain(rows, self._layouts, self._mesh)
 
@@ -186,7 +186,13 @@ class _Extended(_tf.StrategyExtendedV1):
         stated = getattr(layer, "axes_of_weights", {}).get(name)
         if stated is None:
             return axes
-        return LayoutMap({f"^{path}$": stated}).lookup(path, shape, self._mesh)
+        if self._strategy.layouts.matching(path) and axes != stated:
+            raise ValueError(
+                f"variable {path!r} is split as {stated} by its layer and as {axes} by the rule "
+                f"{self._strategy.layouts.matching(path)[0]!r}; drop one of them"
+            )
+        layouts_lib.check_axes(stated, path, shape, self._mesh, f"{layer.name!r} splits as {stated} and")
+        return stated
 
     def _validate_colocate_with_variable(self, colocate_with_variable):
         pass

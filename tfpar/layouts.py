@@ -1,0 +1,228 @@
+"""Which weights are split over a mesh, and how: path patterns to axes."""
+
+import difflib
+import math
+import re
+
+SPLIT_AXES = ("data", "model")
+
+
+class LayoutMap:
+    """Rules that split weights: pattern of a variable's path -> the axis of each dim.
+
+    A pattern is a regular expression, searched (not full-matched) in a variable's Keras path such
+    as "block_1/mlp_up/kernel". Its axes are a tuple with one entry per dim of the variable: None
+    (whole), "model" or "data". Variables without a rule are whole on every device. ::
+
+        LayoutMap({
+            r"mlp_up/kernel": (None, "model"),
+            r"mlp_up/bias": ("model",),
+            r"mlp_down/kernel": ("model", None),
+        })
+
+    It is strict: a rule that matches nothing, two rules that match one variable, and a dim that the
+    axis does not divide are errors, never ignored.
+
+    Args:
+      rules: a dict of pattern -> axes.
+
+    Raises:
+      ValueError: a pattern that does not compile, an unknown axis, an axis used twice in one rule.
+    """
+
+    def __init__(self, rules=None):
+        self._rules = {}
+        for pattern, axes in dict(rules or {}).items():
+            self[pattern] = axes
+
+    @classmethod
+    def coerce(cls, layouts):
+        """A LayoutMap from None, a dict, a LayoutMap or a `keras.distribution.LayoutMap`."""
+        if layouts is None or isinstance(layouts, dict):
+            return cls(layouts)
+        if isinstance(layouts, cls):
+            return layouts
+        if hasattr(layouts, "device_mesh") and hasattr(layouts, "items"):
+            return cls.from_keras(layouts)
+        raise ValueError(
+            "layouts must be a tfpar.LayoutMap, a dict of pattern -> axes or a "
+            f"keras.distribution.LayoutMap; received {layouts!r}"
+        )
+
+    @classmethod
+    def from_keras(cls, layout_map, axes=None):
+        """The same rules as a `keras.distribution.LayoutMap`.
+
+        Args:
+          layout_map: its values may be TensorLayouts or tuples of axis names.
+          axes: new names for its axes; by default {"batch": "data"}, others stay.
+        """
+        names = {"batch": "data"} if axes is None else axes
+        rules = {}
+        for pattern, layout in layout_map.items():
+            given = getattr(layout, "axes", layout)
+            rules[pattern] = tuple(names.get(axis, axis) for axis in given)
+        return cls(rules)
+
+    def __setitem__(self, pattern, axes):
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"rule {pattern!r} is not a regular expression: {error}") from None
+        if not isinstance(axes, (tuple, list)):
+            raise ValueError(
+                f"rule {pattern!r}: axes must be a tuple with one entry per dim, such as "
+                f'(None, "model"); received {axes!r}'
+            )
+        for axis in axes:
+            if axis is not None and axis not in SPLIT_AXES:
+                raise ValueError(
+                    f"rule {pattern!r}: unknown axis {axis!r} in {tuple(axes)}; a dim's axis is "
+                    f"None or one of {SPLIT_AXES}"
+                )
+        used = [axis for axis in axes if axis is not None]
+        if len(used) != len(set(used)):
+            raise ValueError(f"rule {pattern!r}: an axis may split one dim only; got {tuple(axes)}")
+        self._rules[pattern] = tuple(axes)
+
+    def __getitem__(self, pattern):
+        return self._rules[pattern]
+
+    def __delitem__(self, pattern):
+        del self._rules[pattern]
+
+    def __iter__(self):
+        return iter(self._rules)
+
+    def __len__(self):
+        return len(self._rules)
+
+    def __or__(self, other):
+        return LayoutMap({**self._rules, **LayoutMap.coerce(other)._rules})
+
+    def __eq__(self, other):
+        return isinstance(other, LayoutMap) and self._rules == other._rules
+
+    __hash__ = None
+
+    def __repr__(self):
+        return f"LayoutMap({self._rules!r})"
+
+    def items(self):
+        """(pattern, axes) pairs, in order."""
+        return self._rules.items()
+
+    def matching(self, path):
+        """The patterns of all rules that match `path`."""
+        return [pattern for pattern in self._rules if re.search(pattern, path)]
+
+    def lookup(self, path, shape, mesh):
+        """The axes of a variable: of the rule that matches it, else all None.
+
+        Args:
+          path: the variable's path.
+          shape: its shape, a tuple of ints.
+          mesh: the `Mesh` whose degrees the split dims must divide by.
+
+        Raises:
+          ValueError: two rules match, the rule has another rank, or a dim does not divide.
+        """
+        found = self.matching(path)
+        if not found:
+            return (None,) * len(shape)
+        if len(found) > 1:
+            raise ValueError(
+                f"variable {path!r} of shape {tuple(shape)} is matched by {len(found)} rules: "
+                f"{', '.join(f'{p!r}: {self[p]}' for p in found)}. Make the patterns narrower so "
+                "that one matches"
+            )
+        check_axes(self[found[0]], path, shape, mesh, f"rule {found[0]!r}: {self[found[0]]}")
+        return self[found[0]]
+
+    def check_all_rules_matched(self, variables):
+        """Refuses rules that match none of `variables`, a list of (path, shape).
+
+        Raises:
+          ValueError: names the rules and the nearest paths.
+        """
+        paths = [path for path, _ in variables]
+        unused = [p for p in self._rules if not any(re.search(p, path) for path in paths)]
+        if not unused:
+            return
+        lines = []
+        for pattern in unused:
+            near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
+            lines.append(f"rule {pattern!r} matches no variable; nearest paths: {near}")
+        raise ValueError("; ".join(lines))
+
+
+def check_axes(axes, path, shape, mesh, source):
+    """Refuses axes that do not fit a variable.
+
+    Args:
+      axes: one of None, "data", "model" per dim.
+      path: the variable's path.
+      shape: its shape.
+      mesh: the `Mesh`.
+      source: what asked for these axes, for the message.
+
+    Raises:
+      ValueError: another rank, or a dim that its axis does not divide.
+    """
+    if len(axes) != len(shape):
+        raise ValueError(
+            f"{source} has {len(axes)} axes, but variable {path!r} has shape {tuple(shape)}: give "
+            f"one axis or None for each of its {len(shape)} dims"
+        )
+    for dim, (size, axis) in enumerate(zip(shape, axes)):
+        if axis is not None and size % mesh.shape[axis]:
+            raise ValueError(
+                f"{source} splits dim {dim} of variable {path!r} of shape {tuple(shape)} over "
+                f"axis {axis!r}, but {size} is not a multiple of {axis}={mesh.shape[axis]}. Split "
+                f"another dim, leave it whole (None), or change {size} to "
+                f"{-(-size // mesh.shape[axis]) * mesh.shape[axis]}"
+            )
+
+
+def bytes_per_device(shape, itemsize, axes, mesh):
+    """Bytes of a variable that each device holds: itemsize * prod(shape) / prod(degrees).
+
+    Args:
+      shape: the global shape.
+      itemsize: bytes of one element.
+      axes: one of None, "data", "model" per dim.
+      mesh: the `Mesh`.
+    """
+    shards = math.prod(mesh.shape[axis] for axis in axes if axis is not None)
+    return itemsize * math.prod(shape) // shards
+
+
+def explain(variables, layouts, mesh):
+    """A table of variables and of what each rule caught.
+
+    Args:
+      variables: a list of (path, shape, itemsize, axes).
+      layouts: the `LayoutMap`.
+      mesh: the `Mesh`.
+
+    Returns:
+      A string.
+    """
+    rows = [("variable", "shape", "axes", "bytes/device", "of")]
+    here = total = 0
+    for path, shape, itemsize, axes in variables:
+        part, whole = bytes_per_device(shape, itemsize, axes, mesh), itemsize * math.prod(shape)
+        here, total = here + part, total + whole
+        split = "(" + ", ".join(axis or "-" for axis in axes) + ")"
+        rows.append((path, str(tuple(shape)), split, f"{part:,}", f"{whole:,}"))
+    rows.append(("total", "", "", f"{here:,}", f"{total:,}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [repr(mesh)]
+    for row in rows:
+        left = [cell.ljust(width) for cell, width in zip(row[:3], widths)]
+        right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:])]
+        lines.append("  ".join(left + right).rstrip())
+    for pattern, axes in layouts.items():
+        caught = [path for path, *_ in variables if re.search(pattern, path)]
+        lines.append(f"rule {pattern!r}: {axes} caught {len(caught)}: {', '.join(caught) or '-'}")
+    return "\n".join(lines)
