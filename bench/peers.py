@@ -94,8 +94,7 @@ def mesh(data=1, model=1):
         import tfpar
 
         tfpar.virtual_devices(data * model)
-        layout_map = tfpar.LayoutMap(layouts if model > 1 else {})
-        return tfpar.MeshStrategy(tfpar.Mesh(data=data, model=model), layouts=layout_map).scope()
+        return tfpar.MeshStrategy(tfpar.Mesh(data=data, model=model), layouts=layouts).scope()
 
     return Peer(scope, largest_shard, devices=data * model)
 
