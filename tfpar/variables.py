@@ -92,7 +92,8 @@ def to_mesh(value, layout):
         for place in slices(layout, tensor.shape):
             key = tuple((s.start, s.stop) for s in place)
             if key not in made:
-                made[key] = tensor[place]
+                with tf.device("CPU:0"):
+                    made[key] = tensor[place]
             parts.append(made[key])
     placed = []
     for part, device in zip(parts, devices):
@@ -190,6 +191,9 @@ class ShardedVariable(dtensor.DVariable):
     def numpy(self):
         return self._host_value().numpy()
 
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.numpy(), dtype)
+
     def _host_value(self):
         return to_host(super()._read_variable_op())
 
@@ -227,6 +231,18 @@ class ShardedVariable(dtensor.DVariable):
         if not tf.executing_eagerly():
             return False
         return not (tf.is_tensor(value) and dtensor.is_dtensor(value))
+
+    # Sparse updates: DTensor has rules for the dense ones. Equal rows add up in both.
+    def scatter_add(self, sparse_delta, use_locking=False, name=None):
+        return self.assign_add(tf.convert_to_tensor(sparse_delta), use_locking, name)
+
+    def scatter_sub(self, sparse_delta, use_locking=False, name=None):
+        return self.assign_sub(tf.convert_to_tensor(sparse_delta), use_locking, name)
+
+    def scatter_update(self, sparse_delta, use_locking=False, name=None):
+        rows, indices = sparse_delta.values, sparse_delta.indices
+        value = tf.tensor_scatter_nd_update(self.read_value(), indices[:, None], rows)
+        return self.assign(value, use_locking, name)
 
     def _refuse_graph(self, what):
         if not tf.executing_eagerly():

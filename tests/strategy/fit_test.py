@@ -145,14 +145,14 @@ def test_class_weight():
 def test_dicts_in_and_out_with_weights_and_masks():
     r = np.random.default_rng(2)
     x = {
-        "ids": r.integers(0, 7, (22, 5)).astype("int32"),
-        "num": r.standard_normal((22, 4)).astype("float32"),
+        "ids": r.integers(0, 7, (24, 5)).astype("int32"),
+        "num": r.standard_normal((24, 4)).astype("float32"),
     }
     y = {
-        "a": r.standard_normal((22, 1)).astype("float32"),
-        "b": r.integers(0, 3, (22, 5)).astype("int32"),
+        "a": r.standard_normal((24, 1)).astype("float32"),
+        "b": r.integers(0, 3, (24, 5)).astype("int32"),
     }
-    weights = {"a": r.random(22).astype("float32"), "b": np.ones((22, 5), "float32")}
+    weights = {"a": r.random(24).astype("float32"), "b": np.ones((24, 5), "float32")}
 
     def build():
         keras.utils.set_random_seed(3)

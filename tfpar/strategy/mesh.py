@@ -130,17 +130,11 @@ class _Replica(_tf.ReplicaContextBase):
 
     def all_reduce(self, reduce_op, value, options=None):
         del reduce_op, options
-        return tf.nest.map_structure(_densify, value)
+        return value
 
     def all_gather(self, value, axis, options=None):
         del axis, options
         return value
-
-
-def _densify(gradient):
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.convert_to_tensor(gradient)
-    return gradient
 
 
 class _Extended(_tf.StrategyExtendedV1):

@@ -91,17 +91,17 @@ def check_graph(graph, mesh, variable_names):
             pure.add(op.type)
     allow_replicated(pure)
     for outside, inside in list(graph.captures):
-        if not isinstance(outside, tf.__internal__.EagerTensor):
-            continue
+        if not isinstance(outside, tf.__internal__.EagerTensor) or inside.op.type != "Placeholder":
+            continue  # a constant of the graph
         with tf.init_scope():
             on_mesh = dtensor.is_dtensor(outside)
             if on_mesh:
                 _same_mesh(outside, mesh, variable_names)
                 continue
             if outside.dtype in (tf.resource, tf.variant):
-                raise UnsupportedStep(_foreign(outside, variable_names))
+                raise UnsupportedStep(outside_scope(variable_names.get(id(outside), "a variable")))
             packed = to_mesh(outside, mesh.layout((None,) * outside.shape.rank))
-        graph.pop_capture(outside)
+        graph.function_captures.pop(id(outside))
         graph.replace_capture(packed, inside)
 
 
@@ -129,10 +129,10 @@ def _stateful(op):
     )
 
 
-def _foreign(handle, variable_names):
-    name = variable_names.get(id(handle), "a variable")
+def outside_scope(what):
+    """The message for `what` that was created outside the strategy's scope."""
     return (
-        f"{name} was created outside strategy.scope(), so it does not live on the mesh and a step "
+        f"{what} was created outside strategy.scope(), so it does not live on the mesh and a step "
         "would compute wrong numbers with it; build models, optimizers, metrics and seed "
         "generators, and call compile, inside `with strategy.scope():`"
     )

@@ -93,12 +93,7 @@ def check_model(model, strategy):
     for variable in _variables(model):
         inside = variable.value
         if not isinstance(inside, ShardedVariable):
-            raise rules.UnsupportedStep(
-                f"variable {variable.path!r} was created outside strategy.scope(), so it does not "
-                "live on the mesh and a step would compute wrong numbers with it; build models, "
-                "optimizers, metrics and seed generators, and call compile, inside "
-                "`with strategy.scope():`"
-            )
+            raise rules.UnsupportedStep(rules.outside_scope(f"variable {variable.path!r}"))
         if inside.layout.mesh != strategy.mesh.dtensor_mesh:
             raise rules.UnsupportedStep(
                 f"variable {variable.path!r} belongs to the mesh of another strategy; build the "
@@ -184,6 +179,11 @@ def install(is_ours):
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         if not is_ours(self._distribute_strategy):
             return stock_build(self, iterator, data_batch)
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and optimizer._distribution_strategy is not (
+            self._distribute_strategy
+        ):
+            raise rules.UnsupportedStep(rules.outside_scope(f"optimizer {optimizer.name!r}"))
         if iterator is not None:
             data_batch = iterator._distributed_dataset.example()
         data_batch = tf.nest.map_structure(
