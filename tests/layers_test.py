@@ -3,9 +3,9 @@
 import keras
 import numpy as np
 import pytest
+from fit_test import assert_close, assert_same, compiled, data, two_by_two
 
 import tfpar
-from fit_test import assert_close, assert_same, compiled, data, two_by_two
 
 
 def split_mlp(dense=tfpar.layers.SplitDense):

@@ -1,8 +1,19 @@
 """tfpar: distribution for TensorFlow and Keras 3 beyond data parallelism, with right numbers."""
 
+from tfpar import _versions
+
+__version__ = "0.1.0"
+
+_versions.check()
+
+import keras
+
+_versions.check_backend(keras.backend.backend())
+
 from tfpar import layers
 from tfpar.layouts import LayoutMap
 from tfpar.mesh import Mesh, virtual_devices
 from tfpar.strategy.mesh import MeshStrategy
+from tfpar.strategy.rules import UnsupportedStep
 
-__all__ = ["LayoutMap", "Mesh", "MeshStrategy", "layers", "virtual_devices"]
+__all__ = ["LayoutMap", "Mesh", "MeshStrategy", "UnsupportedStep", "layers", "virtual_devices"]

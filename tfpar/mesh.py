@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 
 import numpy as np
@@ -72,6 +71,8 @@ class Mesh:
         known = tf.config.list_logical_devices()
         if self.devices is None:
             devices = _default_devices(known)
+        elif isinstance(self.devices, str):
+            raise ValueError(f"devices must be a list of devices; received {self.devices!r}")
         else:
             devices = tuple(_find(device, known) for device in self.devices)
         object.__setattr__(self, "devices", devices)
@@ -120,7 +121,9 @@ class Mesh:
         """Where `device` stands: {"pipe": i, "data": j, "model": k}."""
         name = _find(device, tf.config.list_logical_devices())
         if name not in self.devices:
-            raise ValueError(f"{device!r} is not in this mesh of {[_short(d) for d in self.devices]}")
+            raise ValueError(
+                f"{device!r} is not in this mesh of {[_short(d) for d in self.devices]}"
+            )
         place = np.unravel_index(self.devices.index(name), tuple(self.shape.values()))
         return {axis: int(i) for axis, i in zip(AXES, place)}
 

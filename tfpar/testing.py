@@ -175,7 +175,9 @@ def _cut(data, batch_size):
         if not isinstance(batch, tuple) or len(batch) > 3 or not leaves:
             raise ValueError(f"a batch must be (x, y) or (x, y, sample_weight); received {batch!r}")
         if () in shapes or len({s[0] for s in shapes}) > 1 or not shapes[0][0]:
-            raise ValueError(f"arrays of data must have the same rows, 1 or more; received {shapes}")
+            raise ValueError(
+                f"arrays of data must have the same rows, 1 or more; received {shapes}"
+            )
     whole = [batch + (None,) * (3 - len(batch)) for batch in whole]
     if isinstance(data, list):
         return whole
@@ -200,7 +202,9 @@ def _fresh(nest):
 class _Batches(keras.utils.PyDataset):
     def __init__(self, batches):
         super().__init__()
-        self._batches = [b[: 1 + max(i for i in range(len(b)) if b[i] is not None)] for b in batches]
+        self._batches = [
+            b[: 1 + max(i for i in range(len(b)) if b[i] is not None)] for b in batches
+        ]
 
     def __len__(self):
         return len(self._batches)
@@ -307,7 +311,9 @@ class _Judge:
         others = [f"{n} ({errors[n]:.2g})" for n in apart[1:]]
         if others:
             more = "" if len(others) <= 6 else f" and {len(others) - 6} more"
-            lines.append(f"  {len(apart)} of {len(errors)} {kind} part: {', '.join(others[:6])}{more}")
+            lines.append(
+                f"  {len(apart)} of {len(errors)} {kind} part: {', '.join(others[:6])}{more}"
+            )
         agreed = ", ".join(f"{k} to {e:.1e}" for k, e in self.worst.items() if e <= self._tolerance)
         lines.append(f"  agreed until then: {agreed or 'nothing'}")
         causes = _causes(kind, name, errors[name] / self._tolerance)

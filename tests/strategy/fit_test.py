@@ -423,7 +423,11 @@ def test_backup_and_restore_goes_on_where_it_stopped(tmp_path):
             model.fit(x, y, epochs=4, shuffle=False, callbacks=[backup, Stop()], verbose=0)
         again = compiled(strategy)
         history = again.fit(
-            x, y, epochs=4, shuffle=False, callbacks=[keras.callbacks.BackupAndRestore(where)],
+            x,
+            y,
+            epochs=4,
+            shuffle=False,
+            callbacks=[keras.callbacks.BackupAndRestore(where)],
             verbose=0,
         )
         assert len(history.history["loss"]) == 2

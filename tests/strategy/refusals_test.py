@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fit_test import RULES, assert_same, compiled, data, mlp, scope, two_by_two
 
 import tfpar
-from fit_test import RULES, assert_same, compiled, data, mlp, scope, two_by_two
 
 L = keras.layers
 
@@ -57,7 +57,9 @@ def test_a_variable_that_no_layer_knows():
         def call(self, x):
             return x * plain
 
-    model = compiled(two_by_two(), lambda: keras.Sequential([keras.Input((6,)), Scale(), L.Dense(1)]))
+    model = compiled(
+        two_by_two(), lambda: keras.Sequential([keras.Input((6,)), Scale(), L.Dense(1)])
+    )
     with pytest.raises(ValueError, match="was created outside"):
         fit(model)
 

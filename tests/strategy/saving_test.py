@@ -7,7 +7,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-
 from fit_test import RULES, assert_close, compiled, data, scope, two_by_two
 
 

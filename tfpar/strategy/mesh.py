@@ -5,12 +5,11 @@ row of an uneven batch weighs alike and masks normalise over the whole batch. `d
 batch, `model` shards weights by the `LayoutMap`; DTensor inserts the collectives.
 """
 
-import os
-
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfpar import _tf, layouts as layouts_lib
+from tfpar import _tf
+from tfpar import layouts as layouts_lib
 from tfpar.layouts import LayoutMap
 from tfpar.mesh import Mesh
 from tfpar.strategy import data as data_lib
@@ -52,9 +51,7 @@ class MeshStrategy(tf.distribute.Strategy):
                 f"MeshStrategy takes a mesh with pipe=1; received pipe={mesh.pipe}. Leave pipe out "
                 "and give its devices to data or model"
             )
-        # DTensor's combiner of all-reduces moves them across variable reads: Adam then trains on
-        # stale values. "0" switches it off, also after TensorFlow's start ("false" does not).
-        os.environ["DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"] = "0"
+        rules.switch_off_what_is_wrong()
         rules.allow_replicated(rules.COMMON_WITHOUT_RULE)
         trainer.install(lambda strategy: isinstance(strategy, MeshStrategy))
         self._mesh = mesh
@@ -116,7 +113,9 @@ class MeshStrategy(tf.distribute.Strategy):
           ValueError: names the rule and the nearest paths.
         """
         if model.built:
-            self._layouts.check_all_rules_matched([(v.path, tuple(v.shape)) for v in _weights(model)])
+            self._layouts.check_all_rules_matched(
+                [(v.path, tuple(v.shape)) for v in _weights(model)]
+            )
 
 
 def _weights(model):
@@ -185,16 +184,17 @@ class _Extended(_tf.StrategyExtendedV1):
                 f"variable {path!r} is split as {stated} by its layer and as {axes} by the rule "
                 f"{self._strategy.layouts.matching(path)[0]!r}; drop one of them"
             )
-        layouts_lib.check_axes(stated, path, shape, self._mesh, f"{layer.name!r} splits as {stated} and")
+        layouts_lib.check_axes(
+            stated, path, shape, self._mesh, f"{layer.name!r} splits as {stated} and"
+        )
         return stated
 
     def _validate_colocate_with_variable(self, colocate_with_variable):
         pass
 
     def _call_for_each_replica(self, fn, args, kwargs):
-        with _Replica(self._container_strategy(), 0):
-            with step_scope():
-                return fn(*args, **kwargs)
+        with _Replica(self._container_strategy(), 0), step_scope():
+            return fn(*args, **kwargs)
 
     def _reduce_to(self, reduce_op, value, destinations, options):
         return value

@@ -21,29 +21,74 @@ from tfpar.variables import to_mesh
 
 # Ops with state that DTensor has rules for, or that only call other functions.
 STATEFUL_WITH_RULE = frozenset(
-    """
-    Assert AssignAddVariableOp AssignSubVariableOp AssignVariableOp BroadcastGradientArgs
-    DestroyResourceOp DisableCopyOnRead If Placeholder PlaceholderWithDefault ReadVariableOp
-    ResourceApplyAdagradV2 ResourceApplyAdam ResourceApplyCenteredRMSProp
-    ResourceApplyGradientDescent ResourceApplyKerasMomentum ResourceApplyMomentum RngReadAndSkip
-    StatefulPartitionedCall StatelessIf StatelessWhile VarHandleOp VarIsInitializedOp VariableShape While
-    WriteSummary
-    """.split()
+    [
+        "Assert",
+        "AssignAddVariableOp",
+        "AssignSubVariableOp",
+        "AssignVariableOp",
+        "BroadcastGradientArgs",
+        "DestroyResourceOp",
+        "DisableCopyOnRead",
+        "If",
+        "Placeholder",
+        "PlaceholderWithDefault",
+        "ReadVariableOp",
+        "ResourceApplyAdagradV2",
+        "ResourceApplyAdam",
+        "ResourceApplyCenteredRMSProp",
+        "ResourceApplyGradientDescent",
+        "ResourceApplyKerasMomentum",
+        "ResourceApplyMomentum",
+        "RngReadAndSkip",
+        "StatefulPartitionedCall",
+        "StatelessIf",
+        "StatelessWhile",
+        "VarHandleOp",
+        "VarIsInitializedOp",
+        "VariableShape",
+        "While",
+        "WriteSummary",
+    ]
 )
 
 # Ops that only differ from a pure function in how long they live, never in their values.
-HARMLESS = frozenset("AccumulateNV2 EmptyTensorList NoOp TensorListReserve".split())
+HARMLESS = frozenset(["AccumulateNV2", "EmptyTensorList", "NoOp", "TensorListReserve"])
 
 # Eager steps have no graph to look into: the ops of common layers that have no rule.
-COMMON_WITHOUT_RULE = (
-    "AvgPoolGrad AvgPool3DGrad BatchToSpaceND DepthwiseConv2dNativeBackpropFilter "
-    "DepthwiseConv2dNativeBackpropInput FusedBatchNormGradV3 FusedBatchNormV3 MatrixBandPart "
-    "ReverseV2 SpaceToBatchND Mod Bincount DenseBincount UnsortedSegmentMax SegmentSum"
-).split()
+COMMON_WITHOUT_RULE = [
+    "AvgPoolGrad",
+    "AvgPool3DGrad",
+    "BatchToSpaceND",
+    "DepthwiseConv2dNativeBackpropFilter",
+    "DepthwiseConv2dNativeBackpropInput",
+    "FusedBatchNormGradV3",
+    "FusedBatchNormV3",
+    "MatrixBandPart",
+    "ReverseV2",
+    "SpaceToBatchND",
+    "Mod",
+    "Bincount",
+    "DenseBincount",
+    "UnsortedSegmentMax",
+    "SegmentSum",
+]
 
 
 class UnsupportedStep(ValueError):
     """A step that DTensor cannot split over the mesh, with the op and the way out."""
+
+
+def switch_off_what_is_wrong():
+    """Switches two optimisations of DTensor off, process-wide, that give wrong numbers.
+
+    "0" does so also after TensorFlow's start ("false" does not).
+    """
+    # Combined all-reduces move across variable reads: Adam then trains on stale values.
+    os.environ["DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"] = "0"
+    # On meshes whose devices are not in sorted order all-to-all mixes shards up, silently; on more
+    # than ten CPU devices it fails, since its keys run device numbers together (1, 12 and 11, 2).
+    # An all-gather and a slice take its place.
+    os.environ["DTENSOR_USE_ALL_TO_ALL_RELAYOUT"] = "0"
 
 
 def allow_replicated(op_types):
