@@ -249,10 +249,19 @@ def _outputs(model, data, batches, batch_size):
         kwargs = dict(sample_weight=weight, batch_size=batch_size, verbose=0, return_dict=True)
         logs = model.evaluate(x, y, **kwargs)
         predicted = model.predict(x, batch_size=batch_size, verbose=0)
-    found = {f"evaluate's {name}": value for name, value in logs.items()}
+    if len({len(keras.tree.flatten(x)[0]) for x, _, _ in batches}) > 1:
+        logs = {name: logs[name] for name in set(logs) - _losses_of_outputs(model)}
+    found = {f"evaluate's {name}": value for name, value in sorted(logs.items())}
     for i, output in enumerate(keras.tree.flatten(predicted)):
         found[f"predict's output {i}"] = output
     return found
+
+
+def _losses_of_outputs(model):
+    """The logs that Keras averages wrongly on one device: it counts a batch's rows in the loss of
+    each output as its compiled function last knew them, and those of uneven batches as one."""
+    outputs = getattr(model, "output_names", None) or []
+    return {f"{name}_loss" for name in outputs} if len(outputs) > 1 else set()
 
 
 class _Judge:
