@@ -47,15 +47,16 @@ def creating(name):
     """What the variable `name` that is being created belongs to.
 
     Returns:
-      (path, layer): its Keras path, such as "block_1/dense/kernel", and the layer whose weight it
-      is, or None for variables of optimizers, metrics, seed generators and of no Keras object.
+      (path, owner): its Keras path, such as "block_1/dense/kernel", and the layer, optimizer,
+      metric or seed generator whose variable it is, or None.
     """
     stack = _global_state.get_global_attribute("name_scope_stack") or []
     prefix = _current_path()
     path = f"{prefix}/{name}" if prefix else name
     others = (keras.optimizers.Optimizer, keras.metrics.Metric, keras.random.SeedGenerator)
     callers = [entry.caller for entry in stack if entry.caller is not None]
-    if any(isinstance(caller, others) for caller in callers):
-        return path, None
-    layers = [caller for caller in callers if isinstance(caller, keras.layers.Layer)]
-    return path, layers[-1] if layers else None
+    for kind in (others, keras.layers.Layer):
+        found = [caller for caller in callers if isinstance(caller, kind)]
+        if found:
+            return path, found[-1]
+    return path, None

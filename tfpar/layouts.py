@@ -103,7 +103,7 @@ class LayoutMap:
     def __eq__(self, other):
         return isinstance(other, LayoutMap) and self._rules == other._rules
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # it can be changed
 
     def __repr__(self):
         return f"LayoutMap({self._rules!r})"

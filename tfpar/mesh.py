@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -60,7 +61,7 @@ class Mesh:
     data: int = 1
     model: int = 1
     pipe: int = 1
-    devices: tuple = None
+    devices: Any = None  # a tuple of full device names, once made
 
     def __post_init__(self):
         for axis in AXES:

@@ -35,10 +35,10 @@ def pack(batch, mesh):
     packed = []
     for value in flat:
         if tf.is_tensor(value) and not dtensor.is_dtensor(value):
-            axes = [None] * value.shape.rank
+            axes = (None,) * value.shape.rank
             if even and axes:
-                axes[0] = "data"
-            value = to_mesh(value, mesh.layout(tuple(axes)))
+                axes = ("data", *axes[1:])
+            value = to_mesh(value, mesh.layout(axes))
         packed.append(value)
     return tf.nest.pack_sequence_as(batch, packed)
 
@@ -64,7 +64,7 @@ def _to_tensor(value):
     return tensor
 
 
-_warned = set()
+_warned: set[int] = set()
 
 
 def _warn_uneven(rows, mesh):
