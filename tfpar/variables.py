@@ -8,7 +8,7 @@ whole plain value, and gradient tapes see plain gradients. So Keras' savers, cal
 """
 
 import contextlib
-import math
+import functools
 import threading
 
 import numpy as np
@@ -44,35 +44,33 @@ def shard_counts(layout):
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def _places(layout):
+    """For each device of `layout.mesh`, in its order, which shard of each dim it holds."""
+    names = layout.mesh.dim_names
+    sizes = [layout.mesh.dim_size(name) for name in names]
+    places = []
+    for where in np.ndindex(*sizes):
+        at = dict(zip(names, where))
+        places.append(tuple(at.get(spec, 0) for spec in layout.sharding_specs))
+    return places
+
+
 def slices(layout, shape):
     """For each device of `layout.mesh`, in its order, the index of its shard in the whole array.
 
     Args:
       layout: a `dtensor.Layout` of rank n.
-      shape: the global shape, n ints; each sharded dim must be a multiple of its axis.
+      shape: the global shape, n ints; each sharded dim is a multiple of its axis.
 
     Returns:
       A list of tuples of n `slice` objects, one per device of the mesh.
     """
-    counts = shard_counts(layout)
-    for dim, (size, count) in enumerate(zip(shape, counts)):
-        if size % count:
-            raise ValueError(
-                f"dim {dim} of shape {tuple(shape)} is {size}, which does not divide into {count} "
-                f"shards along axis {layout.sharding_specs[dim]!r}"
-            )
-    names = layout.mesh.dim_names
-    sizes = [layout.mesh.dim_size(name) for name in names]
-    places = []
-    for flat in range(math.prod(sizes)):
-        where = dict(zip(names, np.unravel_index(flat, sizes)))
-        place = []
-        for size, count, spec in zip(shape, counts, layout.sharding_specs):
-            step = size // count
-            k = int(where[spec]) if spec in where else 0
-            place.append(slice(k * step, (k + 1) * step))
-        places.append(tuple(place))
-    return places
+    steps = [size // count for size, count in zip(shape, shard_counts(layout))]
+    return [
+        tuple(slice(k * step, (k + 1) * step) for k, step in zip(place, steps))
+        for place in _places(layout)
+    ]
 
 
 def to_mesh(value, layout):
@@ -83,23 +81,30 @@ def to_mesh(value, layout):
       layout: a `dtensor.Layout`.
     """
     tensor = tf.convert_to_tensor(value)
-    devices = layout.mesh.local_devices()
-    if layout.is_fully_replicated():
-        parts = [tensor] * len(devices)
-    else:
-        made = {}
-        parts = []
-        for place in slices(layout, tensor.shape):
-            key = tuple((s.start, s.stop) for s in place)
-            if key not in made:
-                with tf.device("CPU:0"):
-                    made[key] = tensor[place]
-            parts.append(made[key])
-    placed = []
-    for part, device in zip(parts, devices):
-        with tf.device(device):
-            placed.append(tf.identity(part))
-    return dtensor.pack(placed, layout)
+    parts = np.empty((1,) * tensor.shape.rank, object)
+    parts.fill(tensor)
+    with tf.device("CPU:0"):
+        for dim, count in enumerate(shard_counts(layout)):
+            if count > 1:
+                parts = _split(parts, dim, count, layout)
+    # DTensor itself copies each part to its device.
+    return dtensor.pack([parts[place] for place in _places(layout)], layout)
+
+
+def _split(parts, dim, count, layout):
+    """Cuts each tensor of the array `parts` into `count` along `dim`, which is 1 long in it."""
+    size = next(parts.flat).shape[dim]
+    if size % count:
+        raise ValueError(
+            f"dim {dim} of size {size} does not divide into {count} shards along axis "
+            f"{layout.sharding_specs[dim]!r}"
+        )
+    cut = [tf.raw_ops.Split(axis=dim, value=part, num_split=count) for part in parts.flat]
+    out = np.empty(parts.shape + (count,), object)
+    for index, pieces in zip(np.ndindex(parts.shape), cut):
+        for k, piece in enumerate(pieces):
+            out[index + (k,)] = piece
+    return np.moveaxis(out.squeeze(dim), -1, dim)
 
 
 def to_host(tensor):
@@ -128,13 +133,15 @@ class ShardedVariable(dtensor.DVariable):
       initial_value: the whole value: an array, a tensor, or a function that makes one.
       layout: the `dtensor.Layout` to hold it in.
       path: the name that error messages use, such as "dense/kernel".
+      owned_by: the class of the layer, optimizer or metric whose variable it is.
       gather: whether a step reads it whole: stored split, gathered for each use. For ops that
         cannot take a split operand.
       **kwargs: as `tf.Variable`.
     """
 
-    def __init__(self, initial_value, *, layout, path, gather=False, **kwargs):
+    def __init__(self, initial_value, *, layout, path, owned_by=object, gather=False, **kwargs):
         self._path = path
+        self.owned_by = owned_by
         self._gather = gather and not layout.is_fully_replicated()
         if callable(initial_value):
             initial_value = initial_value()
@@ -233,11 +240,14 @@ class ShardedVariable(dtensor.DVariable):
         return not (tf.is_tensor(value) and dtensor.is_dtensor(value))
 
     # Sparse updates: DTensor has rules for the dense ones. Equal rows add up in both.
+    def _dense(self, slices):
+        return tf.math.unsorted_segment_sum(slices.values, slices.indices, self.shape[0])
+
     def scatter_add(self, sparse_delta, use_locking=False, name=None):
-        return self.assign_add(tf.convert_to_tensor(sparse_delta), use_locking, name)
+        return self.assign_add(self._dense(sparse_delta), use_locking, name)
 
     def scatter_sub(self, sparse_delta, use_locking=False, name=None):
-        return self.assign_sub(tf.convert_to_tensor(sparse_delta), use_locking, name)
+        return self.assign_sub(self._dense(sparse_delta), use_locking, name)
 
     def scatter_update(self, sparse_delta, use_locking=False, name=None):
         rows, indices = sparse_delta.values, sparse_delta.indices

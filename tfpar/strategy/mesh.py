@@ -5,6 +5,7 @@ row of an uneven batch weighs alike and masks normalise over the whole batch. `d
 batch, `model` shards weights by the `LayoutMap`; DTensor inserts the collectives.
 """
 
+import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -14,7 +15,39 @@ from tfpar.layouts import LayoutMap
 from tfpar.mesh import Mesh
 from tfpar.strategy import data as data_lib
 from tfpar.strategy import rules, trainer
-from tfpar.variables import ShardedVariable, step_scope, to_host
+from tfpar.variables import ShardedVariable, shard_counts, step_scope, to_host
+
+# Layers whose split weights a step reads whole: DTensor cannot split a convolution's filters, and
+# recurrent cells cut their kernels into gates, across the shards.
+READ_WHOLE = (*_tf.CONVOLUTIONS, keras.layers.LSTMCell, keras.layers.GRUCell)
+
+# Optimizers that divide a sparse gradient by a slot. Keras looks for the rows where the slot is
+# zero, whose number is known at run time only: DTensor cannot split their width, and cannot add
+# them to a slot split by rows.
+DIVIDE_BY_SLOT = (keras.optimizers.Adafactor, keras.optimizers.Adagrad)
+DIVIDE_AND_ADD = (keras.optimizers.Adadelta, keras.optimizers.RMSprop)
+
+
+def _check_slot(optimizer, table):
+    """Refuses an optimizer that cannot train an embedding table split as it is.
+
+    Raises:
+      ValueError: names the optimizer, the table and the way out.
+    """
+    if not issubclass(table.owned_by, keras.layers.Embedding):
+        return
+    rows, width = (count > 1 for count in shard_counts(table.layout))
+    if isinstance(optimizer, DIVIDE_AND_ADD) and (rows or width):
+        way_out = "leave the table whole"
+    elif isinstance(optimizer, DIVIDE_BY_SLOT) and width:
+        way_out = "split the table by its rows, (axis, None), leave it whole"
+    else:
+        return
+    raise ValueError(
+        f"{type(optimizer).__name__} cannot train {table.path!r} split as "
+        f"{table.layout.sharding_specs}: DTensor has no rule for its sparse update; {way_out}, or "
+        "use an optimizer such as Adam"
+    )
 
 
 class MeshStrategy(tf.distribute.Strategy):
@@ -128,12 +161,25 @@ class _Replica(_tf.ReplicaContextBase):
     """The one logical replica that sees the whole batch: reductions have nothing to do."""
 
     def all_reduce(self, reduce_op, value, options=None):
+        """Returns `value`, in which sparse gradients know their dense shape.
+
+        Made dense without it, their shape would be known at run time only: DTensor cannot split
+        that.
+        """
         del reduce_op, options
-        return value
+        return tf.nest.map_structure(_with_static_shape, value)
 
     def all_gather(self, value, axis, options=None):
         del axis, options
         return value
+
+
+def _with_static_shape(gradient):
+    if not isinstance(gradient, tf.IndexedSlices) or gradient.dense_shape is None:
+        return gradient
+    shape = tf.get_static_value(gradient.dense_shape)
+    dense_shape = gradient.dense_shape if shape is None else tf.constant(shape)
+    return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape)
 
 
 class _Extended(_tf.StrategyExtendedV1):
@@ -153,11 +199,12 @@ class _Extended(_tf.StrategyExtendedV1):
             initial = tf.convert_to_tensor(initial, dtype=kwargs.get("dtype"))
         if initial.dtype == tf.string:  # tables and names: never part of a step
             return next_creator(initial_value=initial, **kwargs)
-        path, layer = _tf.creating(kwargs.get("name") or "Variable")
-        axes = self._axes(path, layer, kwargs.get("name"), tuple(initial.shape))
-        beside = kwargs.get("colocate_with")
-        if isinstance(beside, ShardedVariable) and beside.shape == initial.shape:
-            layout = beside.layout
+        path, owner = _tf.creating(kwargs.get("name") or "Variable")
+        axes = self._axes(path, owner, kwargs.get("name"), tuple(initial.shape))
+        weight = kwargs.get("colocate_with")  # of an optimizer's slot
+        if isinstance(weight, ShardedVariable) and weight.shape == initial.shape:
+            layout = weight.layout
+            _check_slot(owner, weight)
         else:
             layout = self._mesh.layout(axes)
         keep = ("trainable", "dtype", "name", "synchronization", "aggregation", "constraint")
@@ -165,7 +212,8 @@ class _Extended(_tf.StrategyExtendedV1):
             initial,
             layout=layout,
             path=path,
-            gather=isinstance(layer, _tf.CONVOLUTIONS),  # DTensor cannot split their filters
+            owned_by=type(owner),
+            gather=isinstance(owner, READ_WHOLE),
             **{key: value for key, value in kwargs.items() if key in keep},
         )
         variable._distribute_strategy = self._strategy
@@ -173,7 +221,7 @@ class _Extended(_tf.StrategyExtendedV1):
 
     def _axes(self, path, layer, name, shape):
         """The axes of a new variable: by rule, else as its layer states, else whole."""
-        if layer is None:
+        if not isinstance(layer, keras.layers.Layer):
             return (None,) * len(shape)
         axes = self._strategy.layouts.lookup(path, shape, self._mesh)
         stated = getattr(layer, "axes_of_weights", {}).get(name)

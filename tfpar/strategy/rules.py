@@ -136,8 +136,8 @@ def check_graph(graph, mesh, variable_names):
             pure.add(op.type)
     allow_replicated(pure)
     for outside, inside in list(graph.captures):
-        if not isinstance(outside, tf.__internal__.EagerTensor) or inside.op.type != "Placeholder":
-            continue  # a constant of the graph
+        if not isinstance(outside, tf.__internal__.EagerTensor):
+            continue  # a tensor of an outer graph
         with tf.init_scope():
             on_mesh = dtensor.is_dtensor(outside)
             if on_mesh:

@@ -14,7 +14,7 @@ from tensorflow.experimental import dtensor
 
 from tfpar import _tf
 from tfpar.strategy import rules
-from tfpar.variables import ShardedVariable, to_host
+from tfpar.variables import ShardedVariable, in_step, shard_counts, to_host
 
 
 def replicate(outputs, mesh):
@@ -28,10 +28,23 @@ def replicate(outputs, mesh):
     return tf.nest.map_structure(one, outputs)
 
 
+def whole_rows(rows, mesh):
+    """In a step: makes looked-up rows of a table split by its width whole on every device.
+
+    Left split, their layout spreads through the model, and where it meets that of split weights
+    DTensor fails.
+    """
+    axes = [None] * rows.shape.rank
+    if axes and rows.shape[0] is not None and rows.shape[0] % mesh.data == 0:
+        axes[0] = "data"
+    return dtensor.relayout(rows, mesh.layout(axes))
+
+
 class Step:
     """A step function of a Keras model, compiled for its strategy's mesh.
 
-    Takes a batch (a nest of host values or DTensors) and returns plain tensors.
+    Takes a batch, a nest of host values or DTensors, and returns DTensors that the devices may
+    still be working on, whole on every device.
     """
 
     def __init__(self, model, strategy, step_function):
@@ -47,13 +60,12 @@ class Step:
             self._checked = True
         packed = self._strategy.pack(batch)
         try:
-            outputs = self._call(packed)
+            return self._call(packed)
         except tf.errors.OpError as error:
             known = rules.explain_failure(error)
             if known is None:
                 raise
             raise known from error
-        return tf.nest.map_structure(to_host, outputs)
 
     def _run(self, batch):
         with rules.unrolled(self._model):
@@ -111,10 +123,10 @@ def make_function(model, strategy, step_function):
         for _, batch in zip(range(model.steps_per_execution), iterator):
             outputs = step(batch)
             if hasattr(iterator, "prepare"):
-                iterator.prepare()
+                iterator.prepare()  # while the devices work
         if outputs is None:
             raise StopIteration
-        return outputs
+        return tf.nest.map_structure(to_host, outputs)
 
     return function
 
@@ -124,7 +136,7 @@ def make_predict_function(model, strategy):
     step = Step(model, strategy, model.predict_step)
 
     def function(batches):
-        outputs = [step(batch) for batch in batches]
+        outputs = [tf.nest.map_structure(to_host, step(batch)) for batch in batches]
         if len(outputs) == 1:
             return outputs[0]
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
@@ -163,6 +175,7 @@ def install(is_ours):
     base = _tf.TensorFlowTrainer
     stock_function, stock_predict = base._make_function, base.make_predict_function
     stock_build, stock_export = base._maybe_symbolic_build, keras.Model.export
+    stock_lookup = keras.layers.Embedding.call
 
     def _make_function(self, step_function):
         if not is_ours(self._distribute_strategy):
@@ -198,8 +211,16 @@ def install(is_ours):
         with on_host(self):
             return stock_export(self, *args, **kwargs)
 
+    def lookup(self, *args, **kwargs):
+        rows = stock_lookup(self, *args, **kwargs)
+        table = self._embeddings.value
+        if in_step() and isinstance(table, ShardedVariable) and shard_counts(table.layout)[-1] > 1:
+            return whole_rows(rows, tf.distribute.get_strategy().mesh)
+        return rows
+
     base._make_function = _make_function
     base.make_predict_function = predict_function
     base._maybe_symbolic_build = _maybe_symbolic_build
     export.__doc__ = stock_export.__doc__
     keras.Model.export = export
+    keras.layers.Embedding.call = lookup
