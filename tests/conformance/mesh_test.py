@@ -64,15 +64,6 @@ def test_with_adam(case_id, mesh):
     check(case, mesh, adam, through_outputs=case.through_outputs)
 
 
-@pytest.fixture
-def float64():
-    for set_default in (keras.config.set_floatx, keras.config.set_dtype_policy):
-        set_default("float64")
-    yield
-    for set_default in (keras.config.set_floatx, keras.config.set_dtype_policy):
-        set_default("float32")
-
-
 @pytest.mark.parametrize("optimizer", ["own", "adam"])
 @pytest.mark.parametrize("case_id", IN_FLOAT64)
 def test_in_float64_only_the_last_digits_differ(case_id, optimizer, float64):
