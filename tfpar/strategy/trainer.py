@@ -34,7 +34,7 @@ def whole_rows(rows, mesh):
     Left split, their layout spreads through the model, and where it meets that of split weights
     DTensor fails.
     """
-    axes = [None] * rows.shape.rank
+    axes: list[str | None] = [None] * rows.shape.rank
     if axes and rows.shape[0] is not None and rows.shape[0] % mesh.data == 0:
         axes[0] = "data"
     return dtensor.relayout(rows, mesh.layout(axes))
