@@ -18,6 +18,7 @@ ORDER = [
     "layers",
     "collectives",
     "scaling",
+    "denominators",
     "accumulation",
     "pipeline",
     "checkpoint",

@@ -11,9 +11,20 @@ import keras
 _versions.check_backend(keras.backend.backend())
 
 from tfpar import layers
+from tfpar.accumulation import AccumulatingOptimizer
+from tfpar.denominators import weigh
 from tfpar.layouts import LayoutMap
 from tfpar.mesh import Mesh, virtual_devices
 from tfpar.strategy.mesh import MeshStrategy
 from tfpar.strategy.rules import UnsupportedStep
 
-__all__ = ["LayoutMap", "Mesh", "MeshStrategy", "UnsupportedStep", "layers", "virtual_devices"]
+__all__ = [
+    "AccumulatingOptimizer",
+    "LayoutMap",
+    "Mesh",
+    "MeshStrategy",
+    "UnsupportedStep",
+    "layers",
+    "virtual_devices",
+    "weigh",
+]

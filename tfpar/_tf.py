@@ -4,6 +4,8 @@ An upgrade of TensorFlow or Keras touches this file alone: nothing else in tfpar
 ``tensorflow.python``, ``tensorflow.dtensor`` or ``keras.src`` (a test holds this).
 """
 
+import contextlib
+
 import keras
 
 # What Keras is building while a variable is created: the stack's callers tell the weights of
@@ -15,11 +17,18 @@ from keras.src.backend.common.name_scope import current_path as _current_path
 # `make_predict_function`) and builds a model from its first batch (`_maybe_symbolic_build`).
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
+# Where Keras divides a loss by its rows, tokens or weights (`reduce_weighted_values`).
+from keras.src.losses import loss as losses
+
 # The base classes of convolution layers, whose filters DTensor cannot leave split.
 from keras.src.layers.convolutional.base_conv import BaseConv
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
 from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
 from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
+
+# The class that holds `compile` and `get_compile_config`: `keras.Model` only inherits them, and
+# Keras compares a model's `compile` with this one to tell whether the user has overridden it.
+from keras.src.trainers.trainer import Trainer
 
 # The base classes of a strategy: `tf.distribute.Strategy` is public, what a strategy of one's own
 # must implement is not.
@@ -36,10 +45,14 @@ __all__ = [
     "ReplicaContextBase",
     "StrategyExtendedV1",
     "TensorFlowTrainer",
+    "Trainer",
     "creating",
+    "losses",
     "record_operation",
+    "reduced_already",
     "stop_recording",
     "variable_accessed",
+    "without_overwriting",
 ]
 
 
@@ -60,3 +73,28 @@ def creating(name):
         if found:
             return path, found[-1]
     return path, None
+
+
+@contextlib.contextmanager
+def reduced_already(optimizer):
+    """Has `optimizer` take gradients as they are, already summed over all replicas."""
+    optimizer._all_reduce_sum_gradients = list
+    try:
+        yield
+    finally:
+        del optimizer._all_reduce_sum_gradients
+
+
+@contextlib.contextmanager
+def without_overwriting(optimizer):
+    """Keeps `optimizer` from a condition that several replicas cannot enter; yields what it does.
+
+    Yields:
+      (frequency in updates or None, a function that overwrites variables with their average).
+    """
+    frequency = optimizer.ema_overwrite_frequency if optimizer.use_ema else None
+    optimizer.ema_overwrite_frequency, kept = None, optimizer.ema_overwrite_frequency
+    try:
+        yield frequency, optimizer._overwrite_model_variables_with_average_value
+    finally:
+        optimizer.ema_overwrite_frequency = kept

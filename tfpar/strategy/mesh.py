@@ -86,7 +86,6 @@ class MeshStrategy(tf.distribute.Strategy):
             )
         rules.switch_off_what_is_wrong()
         rules.allow_replicated(rules.COMMON_WITHOUT_RULE)
-        trainer.install(lambda strategy: isinstance(strategy, MeshStrategy))
         self._mesh = mesh
         self._layouts = LayoutMap.coerce(layouts)
         super().__init__(_Extended(self))
@@ -314,3 +313,6 @@ class _Extended(_tf.StrategyExtendedV1):
 
     def _get_replica_id_in_sync_group(self, replica_id):
         return replica_id
+
+
+trainer.install(lambda strategy: isinstance(strategy, MeshStrategy))

@@ -69,13 +69,28 @@ class Step:
 
     def _run(self, batch):
         with rules.unrolled(self._model):
-            outputs = self._strategy.run(self._step_function, args=(batch,))
-        if tf.executing_eagerly():
-            return outputs
-        outputs = replicate(outputs, self._strategy.mesh)
-        graph = tf.compat.v1.get_default_graph()
-        rules.check_graph(graph, self._strategy.mesh, variable_names(self._model))
+            return run(self._strategy, self._step_function, (batch,), variable_names(self._model))
+
+
+def run(strategy, fn, args, names):
+    """Runs `fn` as a step; in a trace, also makes the traced graph fit for the mesh."""
+    outputs = strategy.run(fn, args=args)
+    if tf.executing_eagerly():
         return outputs
+    outputs = replicate(outputs, strategy.mesh)
+    rules.check_graph(tf.compat.v1.get_default_graph(), strategy.mesh, names)
+    return outputs
+
+
+def compiled(strategy, fn):
+    """A function that runs `fn`, which takes and returns nothing, as a compiled step."""
+    function = tf.function(lambda: run(strategy, fn, (), {}), autograph=False)
+
+    def call():
+        with dtensor.default_mesh(strategy.mesh.dtensor_mesh):
+            function()
+
+    return call
 
 
 def _variables(model):
@@ -159,19 +174,12 @@ def on_host(model):
             variable._value = sharded
 
 
-_installed = False
-
-
 def install(is_ours):
     """Puts the functions above in place of Keras' own, once a process.
 
     Args:
       is_ours: tells whether a strategy is a MeshStrategy.
     """
-    global _installed
-    if _installed:
-        return
-    _installed = True
     base = _tf.TensorFlowTrainer
     stock_function, stock_predict = base._make_function, base.make_predict_function
     stock_build, stock_export = base._maybe_symbolic_build, keras.Model.export

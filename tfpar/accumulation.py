@@ -1,0 +1,565 @@
+"""Gradient accumulation: a window of micro-batches makes the update of one big batch.
+
+The inner optimizer, its schedule, EMA, clipping and weight decay see updates, never micro-batches.
+A micro-batch weighs by what its own losses were divided by (see `tfpar.denominators`), so windows
+of uneven batches and of different masks are those of one batch of all their rows.
+"""
+
+import functools
+import inspect
+import warnings
+
+import keras
+import tensorflow as tf
+
+from tfpar import _tf, denominators
+from tfpar.strategy import trainer
+from tfpar.strategy.mesh import MeshStrategy
+from tfpar.variables import to_host
+
+
+class _Part:
+    """What losses of a step that share a denominator add to the window.
+
+    Attributes:
+      kind: `denominators.MEAN` or `denominators.SUM`.
+      count: the denominator, a number or scalar tensor; 1 for a sum.
+      gradients: one per variable of the step, or None.
+    """
+
+    def __init__(self, losses, rows, gradients):
+        self.kind = losses[0].kind if losses else denominators.MEAN
+        count = losses[0].count if losses else None
+        self.count = 1 if self.kind == denominators.SUM else rows if count is None else count
+        self.gradients = gradients
+
+
+class _Held:
+    """The state of one part of the gradient: what the open window holds of it."""
+
+    def __init__(self, kind, count, accumulators):
+        self.kind = kind
+        self.count = count
+        self.accumulators = accumulators
+
+
+@keras.saving.register_keras_serializable("tfpar")
+class AccumulatingOptimizer(keras.optimizers.Optimizer):
+    """Makes one update of a Keras optimizer for a window of micro-batches::
+
+        model.compile(tfpar.AccumulatingOptimizer(keras.optimizers.AdamW(3e-4), steps=4), ...)
+
+    The update is the one that a single batch of all the window's rows would make. `fit` closes an
+    open window at the end of each epoch, with the micro-batches that it really holds; in a loop of
+    your own call `finish_window`.
+
+    Memory: one accumulator per weight, in the weight's own layout, float32 or wider. A second one
+    is needed only where two losses of a step have denominators of their own, such as two outputs
+    with different masks.
+
+    `save` writes the inner optimizer in place of this one, so that any process loads the file; an
+    open window goes into a `tf.train.Checkpoint` only.
+
+    Args:
+      optimizer: a Keras optimizer, or what `keras.optimizers.get` takes.
+      steps: micro-batches in a window: an int, or a function from the number of updates so far (an
+        int64 tensor) to it, for a batch size that grows.
+      name: the optimizer's name.
+
+    Raises:
+      ValueError: steps below 1, an optimizer that accumulates already.
+    """
+
+    def __init__(self, optimizer, steps, name="accumulating"):
+        optimizer = keras.optimizers.get(optimizer)
+        _check(optimizer, steps)
+        super().__init__(learning_rate=0.0, name=name)
+        self._not_ours = len(self._variables)  # a counter and a rate that the inner one has too
+        self._inner = optimizer
+        self._given = optimizer
+        self._steps = steps if callable(steps) else int(steps)
+        self._held = []
+        self._stepped = None  # the variables that had a gradient when the step was traced
+        self._finish = None
+        install()
+
+    @property
+    def inner_optimizer(self):
+        """The Keras optimizer that makes the updates."""
+        return self._inner
+
+    @property
+    def iterations(self):
+        """The number of updates so far, a Keras variable."""
+        return self._inner.iterations
+
+    @property
+    def window_size(self):
+        """How many micro-batches the window that is open now will hold (an int)."""
+        updates = tf.constant(self.iterations.numpy(), tf.int64)
+        return int(self._window(updates))
+
+    @property
+    def has_updated(self):
+        """Whether no window is open: the last micro-batch, if any, led to an update."""
+        return not self.built or int(self.micro_step.numpy()) == 0
+
+    @property
+    def learning_rate(self):
+        return self._inner.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate):
+        self._inner.learning_rate = learning_rate
+
+    @property
+    def loss_scale_factor(self):
+        return None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value):
+        # What a LossScaleOptimizer does to the optimizer that it wraps.
+        if hasattr(self, "_steps"):
+            raise ValueError(
+                "a LossScaleOptimizer around an AccumulatingOptimizer would drop single "
+                "micro-batches of a window; nest them the other way round: "
+                "AccumulatingOptimizer(LossScaleOptimizer(optimizer), steps)"
+            )
+
+    @property
+    def variables(self):
+        return self._inner.variables + self._variables[self._not_ours :]
+
+    def build(self, variables):
+        """Makes the state: that of the inner optimizer, `micro_step` and the accumulators."""
+        if self.built:
+            return
+        strategy = tf.distribute.get_strategy()
+        for optimizer in (self, self._inner, _innermost(self._inner)):
+            if optimizer._distribution_strategy is not strategy:
+                raise ValueError(
+                    f"optimizer {optimizer.name!r} was created outside the scope of the "
+                    f"{type(strategy).__name__} that it is used in; create it inside "
+                    "`with strategy.scope():`"
+                )
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise ValueError(
+                    f"variable {variable.path!r} is overwritten by its gradient (float8 scales), "
+                    "which a window cannot average; accumulate in another dtype policy"
+                )
+        self._inner.build(variables)
+        super().build(variables)
+        # Micro-batches in the open window so far.
+        self.micro_step = self._new((), "int64", "micro_step", aggregation="only_first_replica")
+        self._hold(denominators.MEAN)
+
+    def scale_loss(self, loss):
+        """Takes note of the step's loss; Keras' `train_step` calls it before the gradient."""
+        here = denominators.notes()
+        if here is None:
+            return self._inner.scale_loss(loss)
+        loss = tf.identity(loss)
+        scaled = self._inner.scale_loss(loss)
+        here.totals[id(self)] = loss, scaled
+        return scaled
+
+    def apply(self, grads, trainable_variables=None, weight=None):
+        """Adds a micro-batch to the window, and makes the update if that completes it.
+
+        Args:
+          grads: list of gradients of the micro-batch's mean loss, one per variable: tensors,
+            `tf.IndexedSlices` or None.
+          trainable_variables: the variables; may be left out once built.
+          weight: what the loss was divided by: rows, tokens. Keras' own steps know it; in a loop of
+            your own, micro-batches weigh alike unless it is given.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        variables = list(trainable_variables or self._trainable_variables)
+        if not self.built:
+            self.build(variables)
+        self._check_variables_are_known(variables)
+        parts = self._parts(grads, variables, weight)
+        self._stepped = [
+            variable
+            for variable, *found in zip(variables, *(part.gradients for part in parts))
+            if any(gradient is not None for gradient in found)
+        ]
+        for k, part in enumerate(parts):
+            if k == len(self._held):
+                with tf.init_scope():
+                    self._hold(part.kind)
+            self._add(part, self._held[k], variables)
+        self._in_one_place(self._count)
+
+    def apply_gradients(self, grads_and_vars):
+        grads, variables = zip(*grads_and_vars)
+        self.apply(grads, variables)
+        return self.iterations
+
+    def finish_window(self):
+        """Makes the update of an open window now, with the micro-batches that it holds.
+
+        `fit` does so at the end of each epoch. Without an open window nothing happens.
+        """
+        if self.has_updated:
+            return
+        if self._finish is None:
+            step = functools.partial(self._in_one_place, self._close)
+            strategy = self._distribution_strategy
+            if isinstance(strategy, MeshStrategy):
+                self._finish = trainer.compiled(strategy, step)
+            else:
+                self._finish = tf.function(lambda: strategy.run(step), autograph=False)
+        self._finish()
+
+    def finalize_variable_values(self, var_list):
+        self._inner.finalize_variable_values(var_list)
+
+    # A micro-batch: its gradient, part by part.
+
+    def _parts(self, grads, variables, weight):
+        """The parts of a micro-batch's gradient, one for each denominator among its losses."""
+        here = denominators.notes()
+        if weight is not None or here is None:
+            return [_Part([], 1 if weight is None else weight, grads)]
+        losses, here.losses = here.losses, []
+        total, scaled = here.totals.pop(id(self), (None, None))
+        if total is None or tf.executing_eagerly():
+            return [_Part(_alike(losses), here.rows, grads)]
+        losses, rest = _what_makes(total, losses)
+        if not losses and self._replicas > 1:
+            raise ValueError(
+                "the loss of this step is not one of Keras' losses: over several replicas nobody "
+                "can tell whether it is scaled by their number. Use a keras.losses.Loss, say "
+                "tfpar.weigh(loss, count) of a loss scaled by it, or use a MeshStrategy"
+            )
+        groups = {}
+        for loss in losses:
+            by_rows = loss.kind == denominators.MEAN and loss.count is None
+            groups.setdefault("rows" if by_rows else id(loss), []).append(loss)
+        means = [key for key, group in groups.items() if group[0].kind == denominators.MEAN]
+        if not groups or rest == "batch" or (rest == "constant" and not means):
+            groups.setdefault("rows", [])
+            means.append("rows")
+        if len(groups) == 1:
+            return [_Part(*groups.values(), here.rows, grads)]
+        takes_rest = "rows" if "rows" in groups else (means or [None])[0]
+        upstream = tf.gradients(scaled, [loss.value for loss in losses])
+        upstream = {id(loss): gradient for loss, gradient in zip(losses, upstream)}
+        values = [getattr(variable, "value", variable) for variable in variables]
+        parts = []
+        for key, group in groups.items():
+            if key == takes_rest:
+                others = [loss.value for loss in losses if loss not in group]
+                found = tf.gradients(scaled, values, stop_gradients=others)
+            else:
+                ys = [loss.value for loss in group]
+                found = tf.gradients(ys, values, grad_ys=[upstream[id(loss)] for loss in group])
+            parts.append(_Part(group, here.rows, found))
+        return parts
+
+    @property
+    def _replicas(self):
+        return self._distribution_strategy.num_replicas_in_sync
+
+    def _add(self, part, held, variables):
+        """Adds a part of a micro-batch's gradient to what the window holds."""
+        factor = 1
+        if part.kind == denominators.MEAN:
+            held.count.value.assign_add(tf.cast(part.count, held.count.dtype))
+            factor = part.count
+            if self._replicas > 1:  # Keras divided the loss by their number
+                factor = tf.cast(factor, held.count.dtype) * self._replicas
+        for gradient, variable in zip(part.gradients, variables):
+            if gradient is None:
+                continue
+            accumulator = held.accumulators[self._get_variable_index(variable)].value
+            by = tf.cast(factor, accumulator.dtype)
+            if not isinstance(gradient, tf.IndexedSlices):
+                accumulator.assign_add(tf.cast(gradient, accumulator.dtype) * by)
+                continue
+            rows = tf.cast(gradient.values, accumulator.dtype) * by
+            if self._replicas > 1:
+                rows = tf.math.unsorted_segment_sum(rows, gradient.indices, accumulator.shape[0])
+                accumulator.assign_add(rows)
+            else:
+                accumulator.scatter_add(tf.IndexedSlices(rows, gradient.indices))
+
+    # The window.
+
+    def _window(self, updates):
+        """The size of the window after so many updates (an int64 tensor)."""
+        if not callable(self._steps):
+            return tf.constant(self._steps, tf.int64)
+        return tf.maximum(tf.cast(self._steps(updates), tf.int64), 1)
+
+    def _in_one_place(self, fn):
+        """Calls `fn` once for all replicas, which a condition around an update demands."""
+        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+            fn()
+        else:
+            tf.distribute.get_replica_context().merge_call(lambda strategy: fn())
+
+    def _count(self):
+        self.micro_step.value.assign_add(1)
+        full = self.micro_step.value >= self._window(tf.convert_to_tensor(self.iterations.value))
+        self._when(full, self._close)
+
+    def _close(self):
+        """Makes the update of the window and empties it."""
+        innermost = _innermost(self._inner)
+        with _tf.reduced_already(innermost):
+            if tf.distribute.in_cross_replica_context():
+                self._close_replicas(innermost)
+            else:
+                self._update()
+        self.micro_step.value.assign(tf.zeros((), tf.int64))
+
+    def _close_replicas(self, innermost):
+        call = self._distribution_strategy.extended.call_for_each_replica
+        with _tf.without_overwriting(innermost) as (frequency, overwrite):
+            call(self._update)
+        if frequency is not None:
+            due = tf.convert_to_tensor(self.iterations.value) % frequency == 0
+            self._when(due, lambda: overwrite(self._trainable_variables))
+
+    @staticmethod
+    def _when(condition, fn):
+        if not tf.executing_eagerly():
+            tf.cond(condition, fn, lambda: None)
+        elif bool(to_host(condition)):
+            fn()
+
+    def _update(self):
+        variables = self._stepped or self._trainable_variables
+        places = [self._get_variable_index(variable) for variable in variables]
+        gradients = [0.0] * len(variables)
+        for held in self._held:
+            sums = [held.count.value] + [held.accumulators[place].value for place in places]
+            sums = [tf.convert_to_tensor(value) for value in sums]
+            if self._replicas > 1:
+                context = tf.distribute.get_replica_context()
+                sums = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
+            count, *sums = sums
+            if held.kind == denominators.MEAN:
+                sums = [tf.math.divide_no_nan(value, tf.cast(count, value.dtype)) for value in sums]
+            gradients = [gradient + value for gradient, value in zip(gradients, sums)]
+        self._inner.apply(gradients, variables)
+        for held in self._held:
+            for variable in (held.count, *held.accumulators):
+                variable.value.assign(tf.zeros(variable.shape, variable.dtype))
+
+    def _hold(self, kind):
+        """Makes the count and the accumulators of one more part of the gradient."""
+        k = len(self._held)
+        local = dict(aggregation="sum", synchronization="on_read")  # each replica has its own
+        wide = "float64" if keras.config.floatx() == "float64" else "float32"
+        count = self._new((), wide, f"count_{k}", **local)
+        accumulators = []
+        for variable in self._trainable_variables:
+            dtype = "float32" if variable.dtype in ("float16", "bfloat16") else variable.dtype
+            name = f"{variable.path.replace('/', '_')}_accumulator_{k}"
+            with self._distribution_strategy.extended.colocate_vars_with(variable.value):
+                accumulators.append(self._new(variable.shape, dtype, name, **local))
+        self._held.append(_Held(kind, count, accumulators))
+
+    def _new(self, shape, dtype, name, **kwargs):
+        with keras.name_scope(self.name, caller=self):
+            variable = keras.Variable(
+                "zeros", shape=shape, dtype=dtype, trainable=False, name=name, **kwargs
+            )
+        self._track_variable(variable)
+        return variable
+
+    # Files.
+
+    def __dir__(self):
+        # Keras' savers walk the attributes; the inner optimizer is saved in our place.
+        return [
+            name
+            for name in super().__dir__()
+            if name not in ("inner_optimizer", "_inner", "_given")
+        ]
+
+    def save_own_variables(self, store):
+        if not self.has_updated:
+            warnings.warn(
+                f"saved with {int(self.micro_step.numpy())} micro-batches in an open window: they "
+                "are not in this file. Use tf.train.Checkpoint to resume inside a window, or call "
+                "optimizer.finish_window() before saving"
+            )
+        self._inner.save_own_variables(store)
+
+    def load_own_variables(self, store):
+        self._inner.load_own_variables(store)
+
+    def get_config(self):
+        serialize = keras.saving.serialize_keras_object
+        steps = serialize(self._steps) if callable(self._steps) else self._steps
+        return {"optimizer": serialize(self._given), "steps": steps, "name": self.name}
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        deserialize = functools.partial(
+            keras.saving.deserialize_keras_object, custom_objects=custom_objects
+        )
+        steps = config["steps"]
+        if isinstance(steps, dict):
+            steps = deserialize(steps)
+        return cls(deserialize(config["optimizer"]), steps, config["name"])
+
+    def scale_losses(self):
+        """Puts a `LossScaleOptimizer` around the inner optimizer, as `compile` does for float16."""
+        if not isinstance(self._inner, keras.optimizers.LossScaleOptimizer):
+            if self.built:
+                raise ValueError(
+                    "an AccumulatingOptimizer that has trained in another dtype policy cannot "
+                    "start to scale losses; make a new one"
+                )
+            self._inner = keras.optimizers.LossScaleOptimizer(self._inner)
+
+
+def _innermost(optimizer):
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _check(optimizer, steps):
+    if isinstance(optimizer, AccumulatingOptimizer):
+        raise ValueError(
+            "the optimizer is an AccumulatingOptimizer already; give it the product of both steps"
+        )
+    stock = _innermost(optimizer).gradient_accumulation_steps
+    if stock:
+        raise ValueError(
+            f"the optimizer has gradient_accumulation_steps={stock} of its own; leave it out, "
+            f"steps={steps!r} takes its place"
+        )
+    if not callable(steps) and (isinstance(steps, bool) or steps != int(steps) or steps < 1):
+        raise ValueError(
+            "steps must be a whole number of at least 1, or a function from the number of updates "
+            f"to one; received {steps!r}"
+        )
+
+
+def _alike(losses):
+    """`losses` that share a gradient, if one denominator serves them all.
+
+    Raises:
+      ValueError: they have denominators of their own.
+    """
+    own = [x for x in losses if x.kind == denominators.SUM or x.count is not None]
+    if own and len(losses) > 1:
+        raise ValueError(
+            f"{len(losses)} losses of this step have denominators of their own (masks, weights, "
+            "sums), and their gradients come summed up, so that a window cannot weigh them. Leave "
+            "run_eagerly out, and in a train_step of your own call optimizer.scale_loss(loss) "
+            "before the gradient as Keras' does; or make them one loss, tfpar.weigh(loss, count)"
+        )
+    return losses
+
+
+def _what_makes(total, losses):
+    """What the loss of a traced step is made of.
+
+    Args:
+      total: a scalar tensor of a graph.
+      losses: list of `denominators.Loss`.
+
+    Returns:
+      (those of `losses` that `total` depends on, what else it depends on: None, "constant" for
+      weights alone, which do not change in a window, or "batch").
+    """
+    by_name = {loss.value.name: loss for loss in losses}
+    used, rest, seen, stack = [], None, set(), [total]
+    while stack:
+        tensor = stack.pop()
+        if tensor.name in seen:
+            continue
+        seen.add(tensor.name)
+        op = tensor.op
+        if tensor.name in by_name:
+            used.append(by_name[tensor.name])
+        elif op.type == "ReadVariableOp":
+            rest = rest or "constant"
+        elif op.type != "Const":
+            if not op.inputs or op.op_def.is_stateful:
+                rest = "batch"
+            stack.extend(op.inputs)
+    return [loss for loss in losses if loss in used], rest
+
+
+class _FinishWindows(keras.callbacks.Callback):
+    """Closes the open window at the end of an epoch, before it is evaluated or saved."""
+
+    def on_test_begin(self, logs=None):
+        self.model.optimizer.finish_window()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.finish_window()
+
+
+@functools.cache
+def install():
+    """Has Keras' trainer tell an `AccumulatingOptimizer` what it must know, once a process.
+
+    Models with other optimizers go their old way.
+    """
+    base, model = _tf.TensorFlowTrainer, _tf.Trainer
+    stock_function, stock_fit = base._make_function, base.fit
+    stock_compile, stock_config = model.compile, model.get_compile_config
+
+    def accumulating(self):
+        return isinstance(getattr(self, "optimizer", None), AccumulatingOptimizer)
+
+    @functools.wraps(stock_function)
+    def _make_function(self, step_function):
+        if not accumulating(self):
+            return stock_function(self, step_function)
+
+        @functools.wraps(step_function)
+        def noted(data):
+            with denominators.take_notes(denominators.rows_of(data)):
+                return step_function(data)
+
+        return stock_function(self, noted)
+
+    @functools.wraps(stock_fit)
+    def fit(self, *args, **kwargs):
+        if accumulating(self):
+            bound = inspect.signature(stock_fit).bind(self, *args, **kwargs)
+            callbacks = bound.arguments.get("callbacks")
+            if isinstance(callbacks, keras.callbacks.CallbackList):
+                first = _FinishWindows()
+                first.set_model(self)
+                callbacks.callbacks.insert(0, first)
+            else:
+                callbacks = tf.nest.flatten(callbacks) if callbacks is not None else []
+                bound.arguments["callbacks"] = [_FinishWindows(), *callbacks]
+            args, kwargs = bound.args[1:], bound.kwargs
+        return stock_fit(self, *args, **kwargs)
+
+    @functools.wraps(stock_compile)
+    def compile(self, *args, **kwargs):
+        bound = inspect.signature(stock_compile).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        optimizer = bound.arguments["optimizer"]
+        if isinstance(optimizer, AccumulatingOptimizer):
+            if bound.arguments["auto_scale_loss"] and self.dtype_policy.name == "mixed_float16":
+                optimizer.scale_losses()
+            bound.arguments["auto_scale_loss"] = False
+        return stock_compile(*bound.args, **bound.kwargs)
+
+    @functools.wraps(stock_config)
+    def get_compile_config(self):
+        config = stock_config(self)
+        if config and accumulating(self):
+            config["optimizer"] = config["optimizer"]["config"]["optimizer"]
+        return config
+
+    base._make_function = _make_function
+    base.fit = fit
+    model.compile = compile
+    model.get_compile_config = get_compile_config

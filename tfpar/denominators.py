@@ -1,0 +1,139 @@
+"""What normalised the losses of a training step: rows, tokens or the sum of sample weights.
+
+The mean of a window of micro-batches is that of one big batch only if every micro-batch weighs by
+what its own loss was divided by. An optimizer never sees that: it receives finished gradients. So
+while a Keras train step runs, `Notes` writes down what each Keras loss divided by.
+"""
+
+import contextlib
+import functools
+import threading
+
+import tensorflow as tf
+
+from tfpar import _tf
+
+_here = threading.local()
+
+# How a loss made one number of many: a mean over `count` items, or their sum.
+MEAN, SUM = "mean", "sum"
+
+
+class Loss:
+    """One loss of a step.
+
+    Attributes:
+      value: the scalar loss of the micro-batch.
+      kind: MEAN or SUM.
+      count: what it was divided by, a scalar tensor; None if that is the number of rows.
+    """
+
+    def __init__(self, value, kind, count):
+        self.value = value
+        self.kind = kind
+        self.count = count
+
+
+class Notes:
+    """What is known of the losses of the step that runs or is traced.
+
+    Attributes:
+      rows: the number of rows of the micro-batch, an int or a scalar tensor.
+      losses: list of `Loss`, in the order of their computation.
+      totals: {id of an optimizer: (the loss it minimises, that loss scaled)}.
+    """
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.losses = []
+        self.totals = {}
+
+
+@contextlib.contextmanager
+def take_notes(rows):
+    """Writes down the losses computed inside; yields the `Notes`."""
+    _install()
+    outer = notes()
+    _here.notes = Notes(rows)
+    try:
+        yield _here.notes
+    finally:
+        _here.notes = outer
+
+
+def notes():
+    """The `Notes` of the step that runs in this thread, or None outside one."""
+    return getattr(_here, "notes", None)
+
+
+def weigh(loss, count):
+    """Says what a loss of your own was divided by, for exact gradient accumulation.
+
+    Stock Keras losses need no such word. In a `compute_loss` or `train_step` of your own::
+
+        mask = tf.cast(y > 0, "float32")
+        tokens = tf.reduce_sum(mask)
+        return tfpar.weigh(tf.reduce_sum(per_token * mask) / tokens, tokens)
+
+    Args:
+      loss: a scalar tensor, a mean over `count` items.
+      count: number or scalar tensor: rows, tokens, sum of weights.
+
+    Returns:
+      `loss`, unchanged. Without an `AccumulatingOptimizer` nothing else happens.
+    """
+    here = notes()
+    if here is not None:
+        loss = tf.identity(loss)  # a tensor of its own, to be found again in the graph
+        here.losses.append(Loss(loss, MEAN, count))
+    return loss
+
+
+def rows_of(batch):
+    """The number of rows of a nest of tensors: an int if it is known, else a scalar tensor."""
+    for value in tf.nest.flatten(batch):
+        if tf.is_tensor(value) and value.shape.rank:
+            return value.shape[0] if value.shape[0] is not None else tf.shape(value)[0]
+    return 1
+
+
+@functools.cache
+def _install():
+    """Has Keras' reduction of losses write into the notes, where there are some."""
+    stock = _tf.losses.reduce_weighted_values
+
+    @functools.wraps(stock)
+    def reduce_weighted_values(
+        values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
+    ):
+        loss = stock(values, sample_weight, mask, reduction, dtype)
+        here = notes()
+        values = tf.convert_to_tensor(values)
+        if here is not None and reduction not in (None, "none") and values.shape.rank:
+            here.losses.append(_loss(loss, values, sample_weight, mask, reduction))
+        return loss
+
+    _tf.losses.reduce_weighted_values = reduce_weighted_values
+
+
+def _loss(loss, values, sample_weight, mask, reduction):
+    """The `Loss` that Keras just computed (the formulas of its `reduce_weighted_values`)."""
+    if reduction == "sum":
+        return Loss(loss, SUM, None)
+    dtype = tf.float64 if values.dtype == tf.float64 else tf.float32
+    if reduction == "mean_with_sample_weight" and not (mask is None and sample_weight is None):
+        weights = _tf.losses.apply_mask(
+            None if sample_weight is None else tf.cast(sample_weight, dtype), mask, dtype, reduction
+        )
+        return Loss(loss, MEAN, tf.reduce_sum(tf.cast(weights, dtype)))
+    if mask is not None:
+        valid = tf.reduce_sum(tf.cast(mask, dtype))
+        return Loss(loss, MEAN, valid * _size(values, dtype) / _size(mask, dtype))
+    if values.shape.rank == 1:
+        return Loss(loss, MEAN, None)
+    return Loss(loss, MEAN, _size(values, dtype))
+
+
+def _size(tensor, dtype):
+    known = tensor.shape.num_elements()
+    return tf.constant(known, dtype) if known is not None else tf.cast(tf.size(tensor), dtype)
