@@ -84,7 +84,7 @@ def test_tells_a_wrong_forward_pass_at_the_first_step():
 def test_tells_wrong_gradients_by_the_variable():
     class Wrong(keras.Model):
         def train_step(self, batch):
-            x, y = batch
+            x, y = batch[:2]
             with tf.GradientTape() as tape:
                 loss = keras.ops.mean(keras.ops.square(self(x, training=True) - y))
             gradients = tape.gradient(loss, self.trainable_variables)

@@ -13,18 +13,21 @@ import keras
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.common.name_scope import current_path as _current_path
 
+# Where Keras scatters values, as confusion matrices do.
+from keras.src.backend.tensorflow import core
+
 # The class in which Keras turns a step into a compiled function (`_make_function`,
 # `make_predict_function`) and builds a model from its first batch (`_maybe_symbolic_build`).
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-
-# Where Keras divides a loss by its rows, tokens or weights (`reduce_weighted_values`).
-from keras.src.losses import loss as losses
 
 # The base classes of convolution layers, whose filters DTensor cannot leave split.
 from keras.src.layers.convolutional.base_conv import BaseConv
 from keras.src.layers.convolutional.base_conv_transpose import BaseConvTranspose
 from keras.src.layers.convolutional.base_depthwise_conv import BaseDepthwiseConv
 from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
+
+# Where Keras divides a loss by its rows, tokens or weights (`reduce_weighted_values`).
+from keras.src.losses import loss as losses
 
 # The class that holds `compile` and `get_compile_config`: `keras.Model` only inherits them, and
 # Keras compares a model's `compile` with this one to tell whether the user has overridden it.
@@ -46,6 +49,7 @@ __all__ = [
     "StrategyExtendedV1",
     "TensorFlowTrainer",
     "Trainer",
+    "core",
     "creating",
     "losses",
     "record_operation",

@@ -79,7 +79,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self._given = optimizer
         self._steps = steps if callable(steps) else int(steps)
         self._held = []
-        self._stepped = None  # the variables that had a gradient when the step was traced
+        self._stepped = []  # the places of the variables that had a gradient in the last trace
         self._finish = None
         install()
 
@@ -112,19 +112,15 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     def learning_rate(self, learning_rate):
         self._inner.learning_rate = learning_rate
 
-    @property
-    def loss_scale_factor(self):
-        return None
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value):
-        # What a LossScaleOptimizer does to the optimizer that it wraps.
-        if hasattr(self, "_steps"):
+    def __setattr__(self, name, value):
+        # What a LossScaleOptimizer does to the optimizer that it is put around.
+        if name == "loss_scale_factor" and hasattr(self, "_steps"):
             raise ValueError(
                 "a LossScaleOptimizer around an AccumulatingOptimizer would drop single "
                 "micro-batches of a window; nest them the other way round: "
                 "AccumulatingOptimizer(LossScaleOptimizer(optimizer), steps)"
             )
+        super().__setattr__(name, value)
 
     @property
     def variables(self):
@@ -135,6 +131,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         if self.built:
             return
         strategy = tf.distribute.get_strategy()
+        if not tf.distribute.has_strategy():
+            strategy = self._distribution_strategy
         for optimizer in (self, self._inner, _innermost(self._inner)):
             if optimizer._distribution_strategy is not strategy:
                 raise ValueError(
@@ -142,6 +140,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                     f"{type(strategy).__name__} that it is used in; create it inside "
                     "`with strategy.scope():`"
                 )
+        if strategy is not tf.distribute.get_strategy():
+            with strategy.scope():
+                return self.build(variables)
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise ValueError(
@@ -183,7 +184,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self._check_variables_are_known(variables)
         parts = self._parts(grads, variables, weight)
         self._stepped = [
-            variable
+            self._get_variable_index(variable)
             for variable, *found in zip(variables, *(part.gradients for part in parts))
             if any(gradient is not None for gradient in found)
         ]
@@ -192,7 +193,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 with tf.init_scope():
                     self._hold(part.kind)
             self._add(part, self._held[k], variables)
-        self._in_one_place(self._count)
+        self._in_one_place(self._count, [_computed(parts)])
 
     def apply_gradients(self, grads_and_vars):
         grads, variables = zip(*grads_and_vars)
@@ -269,7 +270,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         """Adds a part of a micro-batch's gradient to what the window holds."""
         factor = 1
         if part.kind == denominators.MEAN:
-            held.count.value.assign_add(tf.cast(part.count, held.count.dtype))
+            with tf.control_dependencies(_computed([part])):
+                held.count.value.assign_add(tf.cast(part.count, held.count.dtype))
             factor = part.count
             if self._replicas > 1:  # Keras divided the loss by their number
                 factor = tf.cast(factor, held.count.dtype) * self._replicas
@@ -278,15 +280,15 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 continue
             accumulator = held.accumulators[self._get_variable_index(variable)].value
             by = tf.cast(factor, accumulator.dtype)
-            if not isinstance(gradient, tf.IndexedSlices):
-                accumulator.assign_add(tf.cast(gradient, accumulator.dtype) * by)
-                continue
-            rows = tf.cast(gradient.values, accumulator.dtype) * by
-            if self._replicas > 1:
-                rows = tf.math.unsorted_segment_sum(rows, gradient.indices, accumulator.shape[0])
-                accumulator.assign_add(rows)
-            else:
+            if self._replicas > 1:  # a replica without rows may have gradients of 0 / 0
+                gradient = tf.convert_to_tensor(gradient)
+                wide = tf.cast(gradient, accumulator.dtype)
+                accumulator.assign_add(tf.math.multiply_no_nan(wide, by))
+            elif isinstance(gradient, tf.IndexedSlices):
+                rows = tf.cast(gradient.values, accumulator.dtype) * by
                 accumulator.scatter_add(tf.IndexedSlices(rows, gradient.indices))
+            else:
+                accumulator.assign_add(tf.cast(gradient, accumulator.dtype) * by)
 
     # The window.
 
@@ -296,15 +298,19 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             return tf.constant(self._steps, tf.int64)
         return tf.maximum(tf.cast(self._steps(updates), tf.int64), 1)
 
-    def _in_one_place(self, fn):
+    def _in_one_place(self, fn, args=()):
         """Calls `fn` once for all replicas, which a condition around an update demands."""
         if tf.__internal__.distribute.strategy_supports_no_merge_call():
-            fn()
+            fn(*args)
         else:
-            tf.distribute.get_replica_context().merge_call(lambda strategy: fn())
+            context = tf.distribute.get_replica_context()
+            context.merge_call(lambda strategy, *args: fn(*args), args)
 
-    def _count(self):
-        self.micro_step.value.assign_add(1)
+    def _count(self, computed):
+        """Counts a micro-batch, once the tensors `computed` are there, and closes a full window."""
+        local = self._distribution_strategy.experimental_local_results
+        with tf.control_dependencies([tensor for value in computed for tensor in local(value)]):
+            self.micro_step.value.assign_add(tf.ones((), tf.int64))
         full = self.micro_step.value >= self._window(tf.convert_to_tensor(self.iterations.value))
         self._when(full, self._close)
 
@@ -334,9 +340,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             fn()
 
     def _update(self):
-        variables = self._stepped or self._trainable_variables
-        places = [self._get_variable_index(variable) for variable in variables]
-        gradients = [0.0] * len(variables)
+        places = self._stepped or range(len(self._trainable_variables))
+        gradients = [0.0] * len(places)
         for held in self._held:
             sums = [held.count.value] + [held.accumulators[place].value for place in places]
             sums = [tf.convert_to_tensor(value) for value in sums]
@@ -347,7 +352,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             if held.kind == denominators.MEAN:
                 sums = [tf.math.divide_no_nan(value, tf.cast(count, value.dtype)) for value in sums]
             gradients = [gradient + value for gradient, value in zip(gradients, sums)]
-        self._inner.apply(gradients, variables)
+        self._inner.apply(gradients, [self._trainable_variables[place] for place in places])
         for held in self._held:
             for variable in (held.count, *held.accumulators):
                 variable.value.assign(tf.zeros(variable.shape, variable.dtype))
@@ -420,6 +425,18 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                     "start to scale losses; make a new one"
                 )
             self._inner = keras.optimizers.LossScaleOptimizer(self._inner)
+
+
+def _computed(parts):
+    """The gradients of a traced step, for its counters to wait for.
+
+    A step that finds no more data is broken off: what does not depend on the data has then
+    happened already.
+    """
+    if tf.executing_eagerly():
+        return []
+    gradients = [g for part in parts for g in part.gradients if g is not None]
+    return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
 def _innermost(optimizer):
@@ -550,6 +567,11 @@ def install():
             if bound.arguments["auto_scale_loss"] and self.dtype_policy.name == "mixed_float16":
                 optimizer.scale_losses()
             bound.arguments["auto_scale_loss"] = False
+            if bound.arguments["jit_compile"] is True and optimizer._replicas > 1:
+                raise ValueError(
+                    "compile(jit_compile=True) is not supported over several replicas: TensorFlow "
+                    "cannot compile a step that they share. Leave jit_compile out"
+                )
         return stock_compile(*bound.args, **bound.kwargs)
 
     @functools.wraps(stock_config)

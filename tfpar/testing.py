@@ -143,7 +143,7 @@ def assert_same_training(
 
 
 def _check_arguments(build, strategy, batch_size, epochs, tolerance):
-    if not callable(build):
+    if not callable(build) or isinstance(build, keras.Model):
         raise ValueError(f"build must be a function that makes a new model; received {build!r}")
     if not isinstance(strategy, tf.distribute.Strategy):
         raise ValueError(

@@ -126,6 +126,16 @@ def to_host(tensor):
         return tf.constant(out)
 
 
+class _Handle:
+    """A variable's handle that is no eager tensor itself."""
+
+    def __init__(self, handle):
+        self._eager = handle
+
+    def __getattr__(self, name):
+        return getattr(self._eager, name)
+
+
 class ShardedVariable(dtensor.DVariable):
     """A variable whose value lives on a mesh in a layout.
 
@@ -162,6 +172,21 @@ class ShardedVariable(dtensor.DVariable):
     def shards(self):
         """The plain tensors that the devices hold, in the mesh's order."""
         return dtensor.unpack(super()._read_variable_op())
+
+    # TensorFlow's C++ reads the variables among an eager op's inputs itself if their `_handle` is an
+    # eager tensor; ours would come out as DTensors outside a step, and split where a step gathers.
+
+    @property
+    def handle(self):
+        return self._dtensor_handle
+
+    @property
+    def _handle(self):
+        return _Handle(self._dtensor_handle)
+
+    @_handle.setter
+    def _handle(self, handle):
+        self._dtensor_handle = handle
 
     # Reading. Every read of a resource variable comes through here.
     def _read_variable_op(self, no_copy=False):

@@ -7,6 +7,7 @@ the functions below take the place of four methods.
 """
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
@@ -183,7 +184,7 @@ def install(is_ours):
     base = _tf.TensorFlowTrainer
     stock_function, stock_predict = base._make_function, base.make_predict_function
     stock_build, stock_export = base._maybe_symbolic_build, keras.Model.export
-    stock_lookup = keras.layers.Embedding.call
+    stock_lookup, stock_scatter = keras.layers.Embedding.call, _tf.core.scatter
 
     def _make_function(self, step_function):
         if not is_ours(self._distribute_strategy):
@@ -219,6 +220,7 @@ def install(is_ours):
         with on_host(self):
             return stock_export(self, *args, **kwargs)
 
+    @functools.wraps(stock_lookup)
     def lookup(self, *args, **kwargs):
         rows = stock_lookup(self, *args, **kwargs)
         table = self._embeddings.value
@@ -226,9 +228,14 @@ def install(is_ours):
             return whole_rows(rows, tf.distribute.get_strategy().mesh)
         return rows
 
+    def scatter(indices, values, shape):
+        # DTensor's rule for it makes an int32 shape, which int64 indices do not go with.
+        return stock_scatter(tf.cast(indices, tf.int32) if in_step() else indices, values, shape)
+
     base._make_function = _make_function
     base.make_predict_function = predict_function
     base._maybe_symbolic_build = _maybe_symbolic_build
     export.__doc__ = stock_export.__doc__
     keras.Model.export = export
     keras.layers.Embedding.call = lookup
+    _tf.core.scatter = scatter
