@@ -22,11 +22,13 @@ from importlib import metadata
 from absl import app, flags
 
 from bench import report, worker
-from bench.peers import PEERS
+from bench.peers import ALL, PEERS
 from bench.workloads import WORKLOADS
 
-flags.DEFINE_list("workloads", list(WORKLOADS), f"What to train, of: {', '.join(WORKLOADS)}.")
-flags.DEFINE_list("peers", list(PEERS), f"Who trains, of: {', '.join(PEERS)}.")
+flags.DEFINE_list(
+    "workloads", ["transformer", "mlp", "tiny"], f"What to train, of: {', '.join(WORKLOADS)}."
+)
+flags.DEFINE_list("peers", list(PEERS), f"Who trains, of: {', '.join(ALL)}.")
 flags.DEFINE_integer("blocks", 9, "Timed blocks of each peer.", lower_bound=1)
 flags.DEFINE_integer("steps", None, "Steps in a block; default by workload.", lower_bound=1)
 flags.DEFINE_bool("batch_hooks", False, "With a callback on every batch, as a progress bar has.")
@@ -155,8 +157,8 @@ def main(argv):
     workloads = chosen("workloads", FLAGS.workloads, WORKLOADS)
     skipped = {}
     peers = []
-    for peer in chosen("peers", FLAGS.peers, PEERS):
-        if why := PEERS[peer].missing():
+    for peer in chosen("peers", FLAGS.peers, ALL):
+        if why := ALL[peer].missing():
             skipped[peer] = why
             print(f"{peer}: skipped, {why}")
         else:

@@ -17,12 +17,16 @@ class Peer:
       local_size: Keras variable -> how many of its elements the fullest device holds.
       backend: the Keras backend.
       devices: how many devices the process sees.
+      parts: into how many micro-batches the batch is cut, each a step of its own.
+      optimizer: wraps the optimizer.
     """
 
     scope: Callable
     local_size: Callable
     backend: str = "tensorflow"
     devices: int = 1
+    parts: int = 1
+    optimizer: Callable = lambda optimizer: optimizer
 
     def missing(self):
         """Why this peer cannot run here, or None."""
@@ -89,12 +93,13 @@ def jax_shard(variable):
 # tfpar.
 
 
-def mesh(data=1, model=1):
+def mesh(data=1, model=1, micro_batches=1):
     def scope(layouts):
         import tfpar
 
         tfpar.virtual_devices(data * model)
-        return tfpar.MeshStrategy(tfpar.Mesh(data=data, model=model), layouts=layouts).scope()
+        mesh = tfpar.Mesh(data=data, model=model)
+        return tfpar.MeshStrategy(mesh, layouts, micro_batches).scope()
 
     return Peer(scope, largest_shard, devices=data * model)
 
@@ -102,6 +107,14 @@ def mesh(data=1, model=1):
 def largest_shard(variable):
     return max(math.prod(shard.shape) for shard in variable.value.shards())
 
+
+def accumulating(optimizer):
+    import tfpar
+
+    return tfpar.AccumulatingOptimizer(optimizer, PARTS)
+
+
+PARTS = 8
 
 PEERS = {
     "plain": Peer(plain, whole),
@@ -113,3 +126,12 @@ PEERS = {
     "tfpar model=4": mesh(model=4),
     "tfpar data=2 model=2": mesh(data=2, model=2),
 }
+
+# For gradient accumulation: the whole batch in one step is "plain".
+PARTED = {
+    "micro-batch": Peer(plain, whole, parts=PARTS),
+    "accumulating": Peer(plain, whole, parts=PARTS, optimizer=accumulating),
+    "tfpar": mesh(),
+    f"tfpar micro_batches={PARTS}": mesh(micro_batches=PARTS),
+}
+ALL = {**PEERS, **PARTED}

@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 
-from bench.peers import PEERS
+from bench.peers import ALL
 from bench.workloads import WORKLOADS
 
 SEED = 0
@@ -15,13 +15,13 @@ def serve(connection, peer_name, workload_name, steps, batch_hooks, log_path):
     """Answers the parent over `connection` until it says "stop"; see `bench.__main__.Process`.
 
     The answers, each a dict: {} when the model is compiled, {"first_step": seconds}, then
-    {"block": seconds per step} for every "block" asked for, and at last the memory figures.
+    {"block": seconds per whole batch} for every "block" asked for, and at last the memory figures.
     """
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(log, stream.fileno())
-    peer, workload = PEERS[peer_name], WORKLOADS[workload_name]
+    peer, workload = ALL[peer_name], WORKLOADS[workload_name]
     peer.prepare()
 
     import keras
@@ -31,13 +31,15 @@ def serve(connection, peer_name, workload_name, steps, batch_hooks, log_path):
     keras.utils.set_random_seed(SEED)
     with peer.scope(workload.layouts):
         model = workload.build()
-        model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=workload.loss())
+        optimizer = peer.optimizer(keras.optimizers.Adam(1e-3))
+        model.compile(optimizer=optimizer, loss=workload.loss())
 
         rng = np.random.default_rng(SEED)
         batches = [workload.batch(rng) for _ in range(4)]
         inputs, targets = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
         dataset = tf.data.Dataset.from_tensor_slices((inputs, targets))
-        dataset = dataset.batch(len(batches[0][0]), drop_remainder=True).cache().repeat()
+        rows = len(batches[0][0]) // peer.parts
+        dataset = dataset.batch(rows, drop_remainder=True).cache().repeat()
         dataset = dataset.prefetch(2)
 
         connection.send({})
@@ -47,7 +49,11 @@ def serve(connection, peer_name, workload_name, steps, batch_hooks, log_path):
             connection.send({"first_step": time.perf_counter() - start})
             blocks = make_callback(keras.callbacks.Callback, connection, steps, batch_hooks)
             model.fit(
-                dataset, steps_per_epoch=steps, epochs=sys.maxsize, verbose=0, callbacks=[blocks]
+                dataset,
+                steps_per_epoch=steps * peer.parts,
+                epochs=sys.maxsize,
+                verbose=0,
+                callbacks=[blocks],
             )
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

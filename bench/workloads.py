@@ -70,6 +70,16 @@ def mlp(inputs, hidden, outputs):
     )
 
 
+def convolutions():
+    import keras
+
+    layers = keras.layers
+    x = image = keras.Input((64, 64, 3))
+    for _ in range(6):
+        x = layers.Conv2D(32, 3, padding="same", activation="relu")(x)
+    return keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
+
+
 def mlp_batch(rng, rows, inputs, outputs):
     return (
         rng.standard_normal((rows, inputs), dtype="float32"),
@@ -107,6 +117,14 @@ WORKLOADS = {
         loss=lambda: "mse",
         layouts=MLP_LAYOUTS,
         steps=40,
+    ),
+    # For gradient accumulation: long rows, so that activations need more memory than weights.
+    "activations": Workload(
+        build=convolutions,
+        batch=lambda rng: (rng.standard_normal((64, 64, 64, 3), "float32"), rng.random((64, 1))),
+        loss=lambda: "mse",
+        layouts={},
+        steps=2,
     ),
     "tiny": Workload(
         build=lambda: mlp(8, 16, 1),

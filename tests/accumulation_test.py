@@ -382,6 +382,43 @@ def test_narrow_weights_have_wide_accumulators():
     assert {v.dtype for v in model.optimizer._held[0].accumulators} == {"float32"}
 
 
+# ------------------------------------------------------------------ slices of a batch
+@pytest.mark.parametrize("micro_batches, steps", [(3, None), (4, 2)])
+def test_a_strategy_slices_the_batch_inside_the_step(micro_batches, steps):
+    """23 rows in batches of 9: slices of 3, then of 5 rows in 3 slices; two outputs, masks."""
+    data, optimizer = tokens(23), lambda: O.SGD(0.3, momentum=0.9)
+    kwargs = dict(loss=TWO_LOSSES(), metrics=[["sparse_categorical_accuracy"], ["mae"]])
+    whole = compiled(None, masked, optimizer, **kwargs)
+    batch = 9 * (steps or 1)
+    expected = whole.fit(*data, batch_size=batch, epochs=2, shuffle=False, verbose=0).history
+    mesh = tfpar.Mesh(data=2, model=2, devices=DEVICES)
+    strategy = tfpar.MeshStrategy(mesh, LAYOUTS, micro_batches=micro_batches)
+    given = accumulating(optimizer, steps) if steps else optimizer
+    model = compiled(strategy, masked, given, **kwargs)
+    got = model.fit(*data, batch_size=9, epochs=2, shuffle=False, verbose=0).history
+    assert model.optimizer.iterations.numpy() == whole.optimizer.iterations.numpy()
+    assert_close(model, whole)
+    for name in ("down_sparse_categorical_accuracy", "row_mae"):
+        if not steps:  # metrics see the weights of their own batch
+            np.testing.assert_allclose(got[name], expected[name], rtol=1e-5)
+    np.testing.assert_allclose(
+        model.evaluate(*data, verbose=0), whole.evaluate(*data, verbose=0), rtol=1e-4
+    )
+    errors = [relative_error(a, b) for a, b in zip(model.predict(data[0]), whole.predict(data[0]))]
+    assert max(errors) < 1e-5
+
+
+def test_a_batch_smaller_than_its_slices_and_bad_numbers_of_them():
+    mesh = tfpar.Mesh(data=4, devices=DEVICES)
+    strategy = tfpar.MeshStrategy(mesh, micro_batches=8)
+    adam = lambda: O.Adam(0.01)
+    model = feed(compiled(strategy, dense(), adam), rows(), [0, 3, 24])
+    assert_close(model, feed(compiled(None, dense(), adam), rows(), [0, 3, 24]))
+    for bad in (0, 2.0, True):
+        with pytest.raises(ValueError, match=f"micro_batches.*received {bad!r}"):
+            tfpar.MeshStrategy(mesh, micro_batches=bad)
+
+
 # ------------------------------------------------------------------ files
 def test_a_saved_model_is_the_plain_one(tmp_path):
     data, adam = rows(), lambda: O.Adam(0.01)

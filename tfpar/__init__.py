@@ -10,7 +10,7 @@ import keras
 
 _versions.check_backend(keras.backend.backend())
 
-from tfpar import layers
+from tfpar import layers, scaling
 from tfpar.accumulation import AccumulatingOptimizer
 from tfpar.denominators import weigh
 from tfpar.layouts import LayoutMap
@@ -25,6 +25,7 @@ __all__ = [
     "MeshStrategy",
     "UnsupportedStep",
     "layers",
+    "scaling",
     "virtual_devices",
     "weigh",
 ]

@@ -64,13 +64,14 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
       optimizer: a Keras optimizer, or what `keras.optimizers.get` takes.
       steps: micro-batches in a window: an int, or a function from the number of updates so far (an
         int64 tensor) to it, for a batch size that grows.
+      measure_noise: whether to keep the norms that `tfpar.scaling.NoiseScale` needs.
       name: the optimizer's name.
 
     Raises:
       ValueError: steps below 1, an optimizer that accumulates already.
     """
 
-    def __init__(self, optimizer, steps, name="accumulating"):
+    def __init__(self, optimizer, steps, measure_noise=False, name="accumulating"):
         optimizer = keras.optimizers.get(optimizer)
         _check(optimizer, steps)
         super().__init__(learning_rate=0.0, name=name)
@@ -81,6 +82,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self._held = []
         self._stepped = []  # the places of the variables that had a gradient in the last trace
         self._finish = None
+        self.measure_noise = measure_noise
         install()
 
     @property
@@ -154,6 +156,23 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         # Micro-batches in the open window so far.
         self.micro_step = self._new((), "int64", "micro_step", aggregation="only_first_replica")
         self._hold(denominators.MEAN)
+        if self.measure_noise:
+            if self._replicas > 1:
+                raise ValueError(
+                    "measure_noise=True is not supported over several replicas; use a MeshStrategy"
+                )
+            wide = self._held[0].count.dtype
+            self._norms = self._new((3,), wide, "norms")  # sums of the open window
+            self._noise = self._new((4,), wide, "noise")  # of the last window
+
+    def noise_measurement(self):
+        """What the last window tells of gradient noise, as `tfpar.scaling.noise_scale` takes it.
+
+        Returns:
+          Four floats: mean squared norm of the micro-batches' gradients, mean of 1 / their weight,
+          squared norm of the window's gradient, weight of the window.
+        """
+        return tuple(float(value) for value in self._noise.numpy())
 
     def scale_loss(self, loss):
         """Takes note of the step's loss; Keras' `train_step` calls it before the gradient."""
@@ -193,7 +212,11 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 with tf.init_scope():
                     self._hold(part.kind)
             self._add(part, self._held[k], variables)
-        self._in_one_place(self._count, [_computed(parts)])
+        if self.measure_noise:
+            self._measure(parts)
+        here = denominators.notes()
+        if here is None or here.last:
+            self._in_one_place(self._count, [_computed(parts)])
 
     def apply_gradients(self, grads_and_vars):
         grads, variables = zip(*grads_and_vars)
@@ -237,7 +260,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 "can tell whether it is scaled by their number. Use a keras.losses.Loss, say "
                 "tfpar.weigh(loss, count) of a loss scaled by it, or use a MeshStrategy"
             )
-        groups = {}
+        groups: dict = {}
         for loss in losses:
             by_rows = loss.kind == denominators.MEAN and loss.count is None
             groups.setdefault("rows" if by_rows else id(loss), []).append(loss)
@@ -246,7 +269,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             groups.setdefault("rows", [])
             means.append("rows")
         if len(groups) == 1:
-            return [_Part(*groups.values(), here.rows, grads)]
+            (group,) = groups.values()
+            return [_Part(group, here.rows, grads)]
         takes_rest = "rows" if "rows" in groups else (means or [None])[0]
         upstream = tf.gradients(scaled, [loss.value for loss in losses])
         upstream = {id(loss): gradient for loss, gradient in zip(losses, upstream)}
@@ -289,6 +313,18 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 accumulator.scatter_add(tf.IndexedSlices(rows, gradient.indices))
             else:
                 accumulator.assign_add(tf.cast(gradient, accumulator.dtype) * by)
+
+    def _measure(self, parts):
+        if len(parts) > 1 or parts[0].kind != denominators.MEAN:
+            raise ValueError(
+                "measure_noise=True needs a loss that is one mean; this step sums losses, or has "
+                f"{len(parts)} with denominators of their own"
+            )
+        dtype = self._norms.dtype
+        weight = tf.cast(parts[0].count, dtype)
+        norm = _squared_norm(parts[0].gradients, dtype)
+        one = tf.ones((), dtype)
+        self._norms.value.assign_add(tf.stack([norm, tf.math.reciprocal_no_nan(weight), one]))
 
     # The window.
 
@@ -352,6 +388,12 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             if held.kind == denominators.MEAN:
                 sums = [tf.math.divide_no_nan(value, tf.cast(count, value.dtype)) for value in sums]
             gradients = [gradient + value for gradient, value in zip(gradients, sums)]
+        if self.measure_noise:
+            small, inverse, many = tf.unstack(tf.convert_to_tensor(self._norms.value))
+            small, inverse = small / many, inverse / many
+            big = _squared_norm(gradients, self._noise.dtype)
+            self._noise.value.assign(tf.stack([small, inverse, big, self._held[0].count.value]))
+            self._norms.value.assign(tf.zeros((3,), self._norms.dtype))
         self._inner.apply(gradients, [self._trainable_variables[place] for place in places])
         for held in self._held:
             for variable in (held.count, *held.accumulators):
@@ -404,7 +446,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     def get_config(self):
         serialize = keras.saving.serialize_keras_object
         steps = serialize(self._steps) if callable(self._steps) else self._steps
-        return {"optimizer": serialize(self._given), "steps": steps, "name": self.name}
+        config = {"optimizer": serialize(self._given), "steps": steps, "name": self.name}
+        return {**config, "measure_noise": self.measure_noise}
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
@@ -414,7 +457,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         steps = config["steps"]
         if isinstance(steps, dict):
             steps = deserialize(steps)
-        return cls(deserialize(config["optimizer"]), steps, config["name"])
+        given = {**config, "optimizer": deserialize(config["optimizer"]), "steps": steps}
+        return cls(**given)
 
     def scale_losses(self):
         """Puts a `LossScaleOptimizer` around the inner optimizer, as `compile` does for float16."""
@@ -425,6 +469,12 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                     "start to scale losses; make a new one"
                 )
             self._inner = keras.optimizers.LossScaleOptimizer(self._inner)
+
+
+def _squared_norm(gradients, dtype):
+    """The sum of squares of all entries of a list of gradients."""
+    dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
+    return tf.add_n([tf.reduce_sum(tf.square(tf.cast(g, dtype))) for g in dense])
 
 
 def _computed(parts):
@@ -536,12 +586,18 @@ def install():
         if not accumulating(self):
             return stock_function(self, step_function)
 
-        @functools.wraps(step_function)
-        def noted(data):
-            with denominators.take_notes(denominators.rows_of(data)):
-                return step_function(data)
+        def noted(last):
+            @functools.wraps(step_function)
+            def step(data):
+                with denominators.take_notes(denominators.rows_of(data), last):
+                    return step_function(data)
 
-        return stock_function(self, noted)
+            return step
+
+        strategy = self._distribute_strategy
+        if step_function == self.train_step and getattr(strategy, "micro_batches", 1) > 1:
+            return trainer.make_function(self, strategy, noted(True), before=noted(False))
+        return stock_function(self, noted(True))
 
     @functools.wraps(stock_fit)
     def fit(self, *args, **kwargs):
@@ -563,6 +619,9 @@ def install():
         bound = inspect.signature(stock_compile).bind(self, *args, **kwargs)
         bound.apply_defaults()
         optimizer = bound.arguments["optimizer"]
+        sliced = getattr(self._distribute_strategy, "micro_batches", 1) > 1
+        if sliced and not isinstance(optimizer, AccumulatingOptimizer):
+            optimizer = bound.arguments["optimizer"] = AccumulatingOptimizer(optimizer, 1)
         if isinstance(optimizer, AccumulatingOptimizer):
             if bound.arguments["auto_scale_loss"] and self.dtype_policy.name == "mixed_float16":
                 optimizer.scale_losses()

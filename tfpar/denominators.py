@@ -39,22 +39,24 @@ class Notes:
 
     Attributes:
       rows: the number of rows of the micro-batch, an int or a scalar tensor.
+      last: whether the micro-batch is the last slice of the batch that `fit` was given.
       losses: list of `Loss`, in the order of their computation.
       totals: {id of an optimizer: (the loss it minimises, that loss scaled)}.
     """
 
-    def __init__(self, rows):
+    def __init__(self, rows, last=True):
         self.rows = rows
+        self.last = last
         self.losses = []
         self.totals = {}
 
 
 @contextlib.contextmanager
-def take_notes(rows):
+def take_notes(rows, last=True):
     """Writes down the losses computed inside; yields the `Notes`."""
     _install()
     outer = notes()
-    _here.notes = Notes(rows)
+    _here.notes = Notes(rows, last)
     try:
         yield _here.notes
     finally:

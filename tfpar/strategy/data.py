@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -43,6 +44,15 @@ def pack(batch, mesh):
     return tf.nest.pack_sequence_as(batch, packed)
 
 
+def cut(batch, parts):
+    """Cuts a nest of host values along its rows into at most `parts` nests of nearly equal rows."""
+    flat = tf.nest.flatten(batch, expand_composites=False)
+    rows = next(len(value) for value in flat if np.ndim(value))
+    size = -(-rows // parts)
+    take = lambda start: lambda v: v[start : start + size] if np.ndim(v) else v
+    return [tf.nest.map_structure(take(start), batch) for start in range(0, rows, size)]
+
+
 def _to_tensor(value):
     if isinstance(value, tf.experimental.Optional):
         return None  # how a dataset carries None
@@ -79,7 +89,12 @@ def _warn_uneven(rows, mesh):
 
 
 class PackedDataset:
-    """A `tf.data.Dataset` whose batches come out packed on a mesh (see `pack`)."""
+    """A `tf.data.Dataset` whose batches come out packed on a mesh (see `pack`).
+
+    Args:
+      dataset: a `tf.data.Dataset` of batches.
+      mesh: the `Mesh` to pack on; None to leave batches as they are.
+    """
 
     def __init__(self, dataset, mesh):
         self._dataset = dataset
@@ -128,6 +143,7 @@ class PackedIterator:
         """Packs the next batch now; its error, or the end of the data, waits for its turn."""
         if not self._ready:
             try:
-                self._ready.append((pack(next(self._iterator), self._mesh), None))
+                batch = next(self._iterator)
+                self._ready.append((pack(batch, self._mesh) if self._mesh else batch, None))
             except Exception as error:
                 self._ready.append((None, error))

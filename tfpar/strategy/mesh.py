@@ -71,12 +71,15 @@ class MeshStrategy(tf.distribute.Strategy):
       mesh: a `tfpar.Mesh` with pipe=1.
       layouts: a `tfpar.LayoutMap`, a dict of its rules or a `keras.distribution.LayoutMap`: which
         weights are split, and how. Weights without a rule are whole on every device.
+      micro_batches: in how many slices a training step takes its batch, one after the other: the
+        activations of one slice are alive at a time, and the update is that of the whole batch
+        (see `tfpar.AccumulatingOptimizer`). A batch with fewer rows has as many slices as rows.
 
     Raises:
-      ValueError: not a mesh, or pipe > 1.
+      ValueError: not a mesh, pipe > 1, or micro_batches below 1.
     """
 
-    def __init__(self, mesh, layouts=None):
+    def __init__(self, mesh, layouts=None, micro_batches=1):
         if not isinstance(mesh, Mesh):
             raise ValueError(f"mesh must be a tfpar.Mesh; received {mesh!r}")
         if mesh.pipe > 1:
@@ -84,10 +87,19 @@ class MeshStrategy(tf.distribute.Strategy):
                 f"MeshStrategy takes a mesh with pipe=1; received pipe={mesh.pipe}. Leave pipe out "
                 "and give its devices to data or model"
             )
+        if (
+            isinstance(micro_batches, bool)
+            or not isinstance(micro_batches, int)
+            or micro_batches < 1
+        ):
+            raise ValueError(
+                f"micro_batches must be an int of at least 1; received {micro_batches!r}"
+            )
         rules.switch_off_what_is_wrong()
         rules.allow_replicated(rules.COMMON_WITHOUT_RULE)
         self._mesh = mesh
         self._layouts = LayoutMap.coerce(layouts)
+        self._micro_batches = micro_batches
         super().__init__(_Extended(self))
 
     @property
@@ -99,6 +111,11 @@ class MeshStrategy(tf.distribute.Strategy):
     def layouts(self):
         """The `tfpar.LayoutMap` that splits weights."""
         return self._layouts
+
+    @property
+    def micro_batches(self):
+        """In how many slices a training step takes its batch."""
+        return self._micro_batches
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` as one step on the mesh; for training loops of one's own.
@@ -279,7 +296,10 @@ class _Extended(_tf.StrategyExtendedV1):
         return None
 
     def _experimental_distribute_dataset(self, dataset, options):
-        return data_lib.PackedDataset(dataset, self._mesh)
+        # Slices are cut, and packed, when their turn comes.
+        return data_lib.PackedDataset(
+            dataset, self._mesh if self._strategy.micro_batches == 1 else None
+        )
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         dataset = dataset_fn(tf.distribute.InputContext())

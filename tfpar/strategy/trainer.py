@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import _tf
+from tfpar.strategy import data as data_lib
 from tfpar.strategy import rules
 from tfpar.variables import ShardedVariable, in_step, shard_counts, to_host
 
@@ -130,14 +131,26 @@ def check_model(model, strategy):
     strategy.check_layouts(model)
 
 
-def make_function(model, strategy, step_function):
-    """What Keras calls once for each execution, with an iterator over batches."""
+def make_function(model, strategy, step_function, before=None):
+    """What Keras calls once for each execution, with an iterator over batches.
+
+    Args:
+      step_function: takes a batch, or the last slice of one.
+      before: takes each earlier slice of a batch; None if batches are not sliced.
+    """
     step = Step(model, strategy, step_function)
+    before = before and Step(model, strategy, before)
+
+    def slices(batch):
+        *early, last = data_lib.cut(batch, strategy.micro_batches) if before else [batch]
+        for piece in early:
+            before(piece)
+        return step(last)
 
     def function(iterator):
         outputs = None
         for _, batch in zip(range(model.steps_per_execution), iterator):
-            outputs = step(batch)
+            outputs = slices(batch)
             if hasattr(iterator, "prepare"):
                 iterator.prepare()  # while the devices work
         if outputs is None:
