@@ -36,9 +36,9 @@ import tfpar
 
 flags.DEFINE_integer("data", 4, "Devices over which each batch is split.", lower_bound=1)
 flags.DEFINE_integer("model", 2, "Devices over which heads and MLPs are split.", lower_bound=1)
-flags.DEFINE_integer("epochs", 7, "Epochs to train for.", lower_bound=1)
-flags.DEFINE_integer("steps", 50, "Batches in an epoch.", lower_bound=1)
-flags.DEFINE_integer("compare", 20, "Steps compared with one device; 0 for none.", lower_bound=0)
+flags.DEFINE_integer("epochs", 4, "Epochs to train for.", lower_bound=1)
+flags.DEFINE_integer("steps", 40, "Batches in an epoch.", lower_bound=1)
+flags.DEFINE_integer("compare", 10, "Steps compared with one device; 0 for none.", lower_bound=0)
 flags.DEFINE_float("dropout", 0.0, "Dropout rate.", lower_bound=0.0, upper_bound=0.9)
 flags.DEFINE_string("logdir", "logs/language_model", "Folder for TensorBoard and the saved model.")
 flags.DEFINE_bool("quick", False, "A tiny model for a few steps: shows that everything runs.")
