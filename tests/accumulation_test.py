@@ -180,15 +180,6 @@ def test_random_windows_equal_big_batches(seed, place, float64):
     assert_close(model, reference, 1e-9)
 
 
-@pytest.fixture
-def float64():
-    for set_default in (keras.config.set_floatx, keras.config.set_dtype_policy):
-        set_default("float64")
-    yield
-    for set_default in (keras.config.set_floatx, keras.config.set_dtype_policy):
-        set_default("float32")
-
-
 # ------------------------------------------------------------------ losses of one's own
 class OwnLoss(keras.Model):
     """A weighted mean that Keras knows nothing of."""
