@@ -1,6 +1,7 @@
 """AccumulatingOptimizer: a window of micro-batches is one batch, on one device and on meshes."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -71,10 +72,17 @@ def take(nest, part):
 
 
 def feed(model, data, cuts):
-    """Trains on the pieces of `data` between `cuts`."""
-    for start, end in zip(cuts, cuts[1:]):
-        part = slice(start, end)
-        model.train_on_batch(*(take(a, part) for a in data))
+    """Trains on the pieces of `data` between `cuts`; whole windows only over replicas."""
+    pieces = [tuple(take(a, slice(start, end)) for a in data) for start, end in zip(cuts, cuts[1:])]
+    if model.distribute_strategy.num_replicas_in_sync == 1:
+        for piece in pieces:
+            model.train_on_batch(*piece)
+        return model
+    # Keras' train_on_batch hands the whole batch to every replica.
+    as_tuples = [keras.tree.map_structure(tf.convert_to_tensor, piece) for piece in pieces]
+    as_tuples = [(x, tuple(y) if isinstance(y, list) else y) for x, y in as_tuples]
+    parts = [tf.data.Dataset.from_tensor_slices(p).batch(len(p[0])) for p in as_tuples]
+    model.fit(functools.reduce(tf.data.Dataset.concatenate, parts), verbose=0)
     return model
 
 
@@ -137,6 +145,18 @@ def test_one_denominator_needs_one_accumulator():
     weights = model.count_params()
     # momentum and accumulator; counter, rate, micro_step, count
     assert state == 2 * weights + 4
+
+
+@pytest.mark.parametrize("place", ["one", "2x2", "mirrored"])
+@pytest.mark.parametrize("penalty", [None, "l2"])
+def test_sums_add_and_penalties_count_once(place, penalty):
+    """A sum over rows is divided by nothing; a penalty beside it still counts once a window."""
+    data, optimizer = rows(), lambda: O.SGD(0.01, momentum=0.9)
+    kwargs = dict(build=dense(kernel_regularizer=penalty))
+    kwargs["loss"] = keras.losses.MeanSquaredError(reduction="sum")
+    whole = feed(compiled(None, optimizer=optimizer, **kwargs), data, [0, 12, 24])
+    model = compiled(strategy_for(place), optimizer=accumulating(optimizer, 3), **kwargs)
+    assert_close(feed(model, data, [0, 4, 7, 12, 16, 20, 24]), whole)
 
 
 def random_setup(seed):
@@ -349,8 +369,9 @@ def test_gradients_cross_replicas_once_a_window():
     strategy = tf.distribute.MirroredStrategy(DEVICES, cross_device_ops=Counting())
     model = compiled(strategy, dense(), accumulating(O.Adam, 4), run_eagerly=True)
     counts = []
+    x, y = rows()
     for start in range(0, 24, 4):
-        feed(model, rows(), [start, start + 4])
+        model.train_on_batch(x[start : start + 4], y[start : start + 4])
         counts.append(Counting.calls)
     weights = len(model.trainable_variables)
     assert counts == [0, 0, 0, weights, weights, weights]

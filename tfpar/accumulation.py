@@ -35,10 +35,14 @@ class _Part:
 
 
 class _Held:
-    """The state of one part of the gradient: what the open window holds of it."""
+    """What the open window holds of one part of the gradient.
 
-    def __init__(self, kind, count, accumulators):
-        self.kind = kind
+    Attributes:
+      count: a variable: the sum of the denominators; 0 if the part is a sum.
+      accumulators: a variable per weight: the sum of the gradients, times their denominators.
+    """
+
+    def __init__(self, count, accumulators):
         self.count = count
         self.accumulators = accumulators
 
@@ -155,7 +159,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         super().build(variables)
         # Micro-batches in the open window so far.
         self.micro_step = self._new((), "int64", "micro_step", aggregation="only_first_replica")
-        self._hold(denominators.MEAN)
+        self._hold()
         if self.measure_noise:
             if self._replicas > 1:
                 raise ValueError(
@@ -210,7 +214,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         for k, part in enumerate(parts):
             if k == len(self._held):
                 with tf.init_scope():
-                    self._hold(part.kind)
+                    self._hold()
             self._add(part, self._held[k], variables)
         if self.measure_noise:
             self._measure(parts)
@@ -385,8 +389,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 context = tf.distribute.get_replica_context()
                 sums = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
             count, *sums = sums
-            if held.kind == denominators.MEAN:
-                sums = [tf.math.divide_no_nan(value, tf.cast(count, value.dtype)) for value in sums]
+            count = tf.where(count == 0, tf.ones_like(count), count)
+            sums = [value / tf.cast(count, value.dtype) for value in sums]
             gradients = [gradient + value for gradient, value in zip(gradients, sums)]
         if self.measure_noise:
             small, inverse, many = tf.unstack(tf.convert_to_tensor(self._norms.value))
@@ -399,7 +403,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             for variable in (held.count, *held.accumulators):
                 variable.value.assign(tf.zeros(variable.shape, variable.dtype))
 
-    def _hold(self, kind):
+    def _hold(self):
         """Makes the count and the accumulators of one more part of the gradient."""
         k = len(self._held)
         local = dict(aggregation="sum", synchronization="on_read")  # each replica has its own
@@ -411,7 +415,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             name = f"{variable.path.replace('/', '_')}_accumulator_{k}"
             with self._distribution_strategy.extended.colocate_vars_with(variable.value):
                 accumulators.append(self._new(variable.shape, dtype, name, **local))
-        self._held.append(_Held(kind, count, accumulators))
+        self._held.append(_Held(count, accumulators))
 
     def _new(self, shape, dtype, name, **kwargs):
         with keras.name_scope(self.name, caller=self):

@@ -130,7 +130,8 @@ def _loss(loss, values, sample_weight, mask, reduction):
         return Loss(loss, MEAN, tf.reduce_sum(tf.cast(weights, dtype)))
     if mask is not None:
         valid = tf.reduce_sum(tf.cast(mask, dtype))
-        return Loss(loss, MEAN, valid * _size(values, dtype) / _size(mask, dtype))
+        per_item = tf.math.divide_no_nan(_size(values, dtype), _size(mask, dtype))  # without rows 0
+        return Loss(loss, MEAN, valid * per_item)
     if values.shape.rank == 1:
         return Loss(loss, MEAN, None)
     return Loss(loss, MEAN, _size(values, dtype))
