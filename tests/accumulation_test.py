@@ -200,6 +200,83 @@ def test_random_windows_equal_big_batches(seed, place, float64):
     assert_close(model, reference, 1e-9)
 
 
+class AddsLoss(L.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+class Unscaled(keras.Model):
+    """A train step as Keras' guides write it, without `scale_loss`."""
+
+    def train_step(self, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weight)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return {"loss": loss}
+
+
+def around(*layers, shape=(6,), kind=keras.Model):
+    def build():
+        i = z = L.Input(shape)
+        for make in layers:
+            z = make()(z)
+        return kind(i, z)
+
+    return build
+
+
+def neighbours():
+    r = np.random.default_rng(0)
+    flat, series = r.standard_normal((24, 6)), r.standard_normal((24, 5, 6))
+    series[r.random((24, 5)) < 0.3] = 0
+    one, five = r.standard_normal((24, 1)), r.integers(0, 2, (24, 5)).astype(float)
+    hidden, out = lambda: L.Dense(8, "tanh"), lambda: L.Dense(1)
+    busy = lambda: L.Dense(4, "tanh", activity_regularizer="l2")
+    several = around(hidden, lambda: L.Dense(5, "sigmoid"))
+    sequence = lambda: L.LSTM(3, return_sequences=True)
+    cross_entropy = keras.losses.SparseCategoricalCrossentropy()
+    weights = {0: 1.0, 1: 3.0}
+    return {
+        "class weights": (
+            several,
+            flat,
+            five[:, 0],
+            dict(loss=cross_entropy),
+            dict(class_weight=weights),
+        ),
+        "2-D losses": (several, flat, five, dict(loss=lambda y, p: tf.square(y - p)), {}),
+        "binary": (several, flat, five, dict(loss="binary_crossentropy"), {}),
+        "add_loss": (around(hidden, AddsLoss, out), flat, one, {}, {}),
+        "activity": (around(busy, out), flat, one, {}, {}),
+        "activity and mask": (
+            around(L.Masking, busy, sequence, shape=(5, 6)),
+            series,
+            series[..., :3],
+            {},
+            {},
+        ),
+        "unscaled": (around(hidden, out, kind=Unscaled), flat, one, {}, {}),
+        "executions": (around(hidden, out), flat, one, dict(steps_per_execution=3), {}),
+    }
+
+
+@pytest.mark.parametrize("name", neighbours())
+def test_neighbours_of_the_reported_faults(name, float64):
+    """In float64 with SGD, whose steps show a wrong scale; windows of 3, the last one of 2."""
+    build, x, y, compile_args, fit_args = neighbours()[name]
+    sgd = lambda: O.SGD(0.3, momentum=0.9)
+    fit_args = dict(epochs=2, shuffle=False, verbose=0, **fit_args)
+    models = []
+    for optimizer, batch in ((sgd, 9), (accumulating(sgd, 3), 3)):
+        models.append(compiled(None, build, optimizer, **compile_args))
+        models[-1].fit(x, y, batch_size=batch, **fit_args)
+    assert_close(*models, 1e-12)
+
+
 # ------------------------------------------------------------------ losses of one's own
 class OwnLoss(keras.Model):
     """A weighted mean that Keras knows nothing of."""
