@@ -502,6 +502,7 @@ def test_a_batch_smaller_than_its_slices_and_bad_numbers_of_them():
     strategy = tfpar.MeshStrategy(mesh, micro_batches=8)
     adam = lambda: O.Adam(0.01)
     model = feed(compiled(strategy, dense(), adam), rows(), [0, 3, 24])
+    assert isinstance(model.optimizer, tfpar.AccumulatingOptimizer)
     assert_close(model, feed(compiled(None, dense(), adam), rows(), [0, 3, 24]))
     for bad in (0, 2.0, True):
         with pytest.raises(ValueError, match=f"micro_batches.*received {bad!r}"):

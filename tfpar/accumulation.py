@@ -87,7 +87,6 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self._stepped = []  # the places of the variables that had a gradient in the last trace
         self._finish = None
         self.measure_noise = measure_noise
-        install()
 
     @property
     def inner_optimizer(self):
@@ -572,9 +571,8 @@ class _FinishWindows(keras.callbacks.Callback):
         self.model.optimizer.finish_window()
 
 
-@functools.cache
 def install():
-    """Has Keras' trainer tell an `AccumulatingOptimizer` what it must know, once a process.
+    """Has Keras' trainer tell an `AccumulatingOptimizer` what it must know.
 
     Models with other optimizers go their old way.
     """
@@ -648,3 +646,6 @@ def install():
     base.fit = fit
     model.compile = compile
     model.get_compile_config = get_compile_config
+
+
+install()
