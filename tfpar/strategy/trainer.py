@@ -198,6 +198,7 @@ def install(is_ours):
     stock_function, stock_predict = base._make_function, base.make_predict_function
     stock_build, stock_export = base._maybe_symbolic_build, keras.Model.export
     stock_lookup, stock_scatter = keras.layers.Embedding.call, _tf.core.scatter
+    stock_cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
 
     def _make_function(self, step_function):
         if not is_ours(self._distribute_strategy):
@@ -245,6 +246,17 @@ def install(is_ours):
         # DTensor's rule for it makes an int32 shape, which int64 indices do not go with.
         return stock_scatter(tf.cast(indices, tf.int32) if in_step() else indices, values, shape)
 
+    @functools.wraps(stock_cross_entropy)
+    def cross_entropy(labels, logits, name=None):
+        logits = tf.convert_to_tensor(logits)
+        if not in_step() or logits.dtype == tf.float32:
+            return stock_cross_entropy(labels, logits, name)
+        # DTensor's rule for split classes writes its ones as float32, whatever the type.
+        labels = tf.convert_to_tensor(labels)
+        classes = tf.range(logits.shape[-1], dtype=labels.dtype)
+        wanted = tf.cast(tf.equal(labels[..., None], classes), logits.dtype)
+        return tf.nn.softmax_cross_entropy_with_logits(wanted, logits, name=name)
+
     base._make_function = _make_function
     base.make_predict_function = predict_function
     base._maybe_symbolic_build = _maybe_symbolic_build
@@ -252,3 +264,4 @@ def install(is_ours):
     keras.Model.export = export
     keras.layers.Embedding.call = lookup
     _tf.core.scatter = scatter
+    tf.nn.sparse_softmax_cross_entropy_with_logits = cross_entropy
