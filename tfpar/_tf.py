@@ -37,6 +37,9 @@ from keras.src.trainers.trainer import Trainer
 # must implement is not.
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyExtendedV1
 
+# The programs that DTensor lowers steps to are kept by the eager context alone.
+from tensorflow.python.eager.context import context as _context
+
 # A variable read outside a step is recorded on gradient tapes as TensorFlow's own reads are.
 from tensorflow.python.eager.record import record_operation, stop_recording
 from tensorflow.python.eager.tape import variable_accessed
@@ -51,6 +54,8 @@ __all__ = [
     "Trainer",
     "core",
     "creating",
+    "function_def",
+    "function_names",
     "losses",
     "record_operation",
     "reduced_already",
@@ -58,6 +63,16 @@ __all__ = [
     "variable_accessed",
     "without_overwriting",
 ]
+
+
+def function_names():
+    """The names of all functions that TensorFlow holds, lowered ones among them."""
+    return _context().list_function_names()
+
+
+def function_def(name):
+    """The `FunctionDef` proto of a function that TensorFlow holds."""
+    return _context().get_function_def(name)
 
 
 def creating(name):

@@ -75,6 +75,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
       ValueError: steps below 1, an optimizer that accumulates already.
     """
 
+    holds_gradients = True  # what ZeRO splits from its second stage on
+
     def __init__(self, optimizer, steps, measure_noise=False, name="accumulating"):
         optimizer = keras.optimizers.get(optimizer)
         _check(optimizer, steps)

@@ -185,7 +185,9 @@ def check_axes(axes, path, shape, mesh, source):
 
 
 def bytes_per_device(shape, itemsize, axes, mesh):
-    """Bytes of a variable that each device holds: itemsize * prod(shape) / prod(degrees).
+    """Bytes of a variable that each device holds: itemsize * prod(ceil(size / degree)).
+
+    A dim that its axis does not divide is padded.
 
     Args:
       shape: the global shape.
@@ -193,36 +195,51 @@ def bytes_per_device(shape, itemsize, axes, mesh):
       axes: one of None, "data", "model" per dim.
       mesh: the `Mesh`.
     """
-    shards = math.prod(mesh.shape[axis] for axis in axes if axis is not None)
-    return itemsize * math.prod(shape) // shards
+    degrees = [1 if axis is None else mesh.shape[axis] for axis in axes]
+    return itemsize * math.prod(-(-size // n) for size, n in zip(shape, degrees))
 
 
-def explain(variables, layouts, mesh):
+def explain(variables, layouts, mesh, slots=False):
     """A table of variables and of what each rule caught.
 
     Args:
-      variables: a list of (path, shape, itemsize, axes).
+      variables: a list of (path, shape, itemsize, axes, axes of its slots).
       layouts: the `LayoutMap`.
       mesh: the `Mesh`.
+      slots: whether to show the axes of slots, and what a slot takes on a device.
 
     Returns:
       A string.
     """
-    rows = [("variable", "shape", "axes", "bytes/device", "of")]
-    here = total = 0
-    for path, shape, itemsize, axes in variables:
+    header = ["variable", "shape", "axes", "bytes/device", "of"]
+    rows = [header + ["slots' axes", "bytes/device"] if slots else header]
+    here = total = of_slots = 0
+    for path, shape, itemsize, axes, slot_axes in variables:
         part, whole = bytes_per_device(shape, itemsize, axes, mesh), itemsize * math.prod(shape)
-        here, total = here + part, total + whole
-        split = "(" + ", ".join(axis or "-" for axis in axes) + ")"
-        rows.append((path, str(tuple(shape)), split, f"{part:,}", f"{whole:,}"))
-    rows.append(("total", "", "", f"{here:,}", f"{total:,}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        slot = bytes_per_device(shape, itemsize, slot_axes, mesh)
+        here, total, of_slots = here + part, total + whole, of_slots + slot
+        row = [path, str(tuple(shape)), _written(axes, shape, mesh), f"{part:,}", f"{whole:,}"]
+        rows.append(row + [_written(slot_axes, shape, mesh), f"{slot:,}"] if slots else row)
+    sums = ["total", "", "", f"{here:,}", f"{total:,}"]
+    rows.append(sums + ["", f"{of_slots:,}"] if slots else sums)
     lines = [repr(mesh)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        left = [cell.ljust(width) for cell, width in zip(row[:3], widths)]
-        right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:])]
-        lines.append("  ".join(left + right).rstrip())
+        cells = zip(row, widths)
+        lines.append("  ".join(
+            cell.rjust(width) if i in (3, 4, 6) else cell.ljust(width)
+            for i, (cell, width) in enumerate(cells)
+        ).rstrip())
     for pattern, axes in layouts.items():
         caught = [path for path, *_ in variables if re.search(pattern, path)]
         lines.append(f"rule {pattern!r}: {axes} caught {len(caught)}: {', '.join(caught) or '-'}")
     return "\n".join(lines)
+
+
+def _written(axes, shape, mesh):
+    """Axes as text; a padded dim shows the size it is padded to."""
+    cells = []
+    for size, axis in zip(shape, axes):
+        n = 1 if axis is None else mesh.shape[axis]
+        cells.append((axis or "-") + (f" padded to {-(-size // n) * n}" if size % n else ""))
+    return "(" + ", ".join(cells) + ")"

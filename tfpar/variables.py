@@ -21,19 +21,37 @@ _here = threading.local()
 
 
 @contextlib.contextmanager
-def step_scope():
-    """Marks the code of a step: in here variables are DTensors (see the module's docstring)."""
-    outer = in_step()
-    _here.in_step = True
+def _marked(name):
+    outer = getattr(_here, name, False)
+    setattr(_here, name, True)
     try:
         yield
     finally:
-        _here.in_step = outer
+        setattr(_here, name, outer)
+
+
+def step_scope():
+    """Marks the code of a step: in here variables are DTensors (see the module's docstring)."""
+    return _marked("in_step")
 
 
 def in_step():
     """Whether the calling code runs (or is being traced) as part of a step on a mesh."""
     return getattr(_here, "in_step", False)
+
+
+def update_scope():
+    """Marks code of a step that updates variables: in here each reads as its slots are stored."""
+    return _marked("updating")
+
+
+def stored_scope():
+    """Marks code of a step in which padded variables read as they are stored, padding included."""
+    return _marked("stored")
+
+
+def _on(name):
+    return getattr(_here, name, False)
 
 
 def shard_counts(layout):
@@ -136,38 +154,152 @@ class _Handle:
         return getattr(self._eager, name)
 
 
+def padded_shape(shape, layout):
+    """`shape` with each dim rounded up to a multiple of its number of shards."""
+    return tuple(-(-size // n) * n for size, n in zip(shape, shard_counts(layout)))
+
+
+def _fit(value, shape):
+    """`value` with zeros added to, or cut from, the end of each dim to have `shape`.
+
+    Sparse gradients are made to fit such a dense shape.
+    """
+    if isinstance(value, tf.IndexedSlices):
+        rows = _fit(value.values, (value.values.shape[0], *shape[1:]))
+        return tf.IndexedSlices(rows, value.indices, tf.constant(shape))
+    if any(have > want for have, want in zip(value.shape, shape)):
+        value = value[tuple(slice(size) for size in shape)]
+    missing = [want - have for have, want in zip(value.shape, shape)]
+    return tf.pad(value, [(0, n) for n in missing]) if any(missing) else value
+
+
+def _laid_out(value, layout, shape):
+    """In a step: `value` in `layout`, with zeros added or cut off to have `shape`.
+
+    DTensor's rules for pads and slices take the layout of one side for that of the other: the dims
+    that change are whole on both.
+    """
+    if tuple(value.shape) != shape:
+        kept = zip(layout.sharding_specs, value.shape, shape)
+        whole = [spec if have == want else dtensor.UNSHARDED for spec, have, want in kept]
+        whole = dtensor.Layout(whole, layout.mesh)
+        value = dtensor.relayout(_fit(dtensor.relayout(value, whole), shape), whole)
+    return dtensor.relayout(value, layout)
+
+
+def _replicated(gradient, mesh):
+    """In a step: a sparse gradient whose rows are whole on every device."""
+    one = lambda x: dtensor.relayout(x, dtensor.Layout.replicated(mesh, x.shape.rank))
+    return tf.IndexedSlices(one(gradient.values), one(gradient.indices), gradient.dense_shape)
+
+
 class ShardedVariable(dtensor.DVariable):
     """A variable whose value lives on a mesh in a layout.
+
+    Where an axis does not divide a dim, zeros are stored behind it. Nobody sees them: `shape`, the
+    values outside a step and those that a model reads in a step are without. In an `update_scope`
+    a variable reads as its optimizer slots are stored, so that an update needs no communication
+    but that of its result.
 
     Args:
       initial_value: the whole value: an array, a tensor, or a function that makes one.
       layout: the `dtensor.Layout` to hold it in.
       path: the name that error messages use, such as "dense/kernel".
       owned_by: the class of the layer, optimizer or metric whose variable it is.
-      gather: whether a step reads it whole: stored split, gathered for each use. For ops that
-        cannot take a split operand.
+      read_layout: the layout in which a model reads it in a step, if another one: stored split,
+        gathered for each use.
+      slot_layout: the layout of its optimizer slots, if another one.
+      gradient_layout: the layout that its gradient is reduced to, if it divides the dims.
+      pin_gradient: whether the gradient is first laid out as the variable is read. DTensor lets the
+        layouts of consumers spread to their producers, some of which cannot have them.
+      updated_whole: whether an update sees it whole, for optimizers that need it so.
+      pad: whether a dim that its axis does not divide is padded; else it is an error.
       **kwargs: as `tf.Variable`.
     """
 
-    def __init__(self, initial_value, *, layout, path, owned_by=object, gather=False, **kwargs):
+    def __init__(
+        self,
+        initial_value,
+        *,
+        layout,
+        path,
+        owned_by=object,
+        read_layout=None,
+        slot_layout=None,
+        gradient_layout=None,
+        pin_gradient=False,
+        updated_whole=False,
+        pad=False,
+        **kwargs,
+    ):
         self._path = path
         self.owned_by = owned_by
-        self._gather = gather and not layout.is_fully_replicated()
         if callable(initial_value):
             initial_value = initial_value()
         dtype = kwargs.get("dtype")
         with tf.device("CPU:0"):
             initial_value = tf.convert_to_tensor(initial_value, dtype=dtype)
-        try:
-            packed = to_mesh(initial_value, layout)
-        except ValueError as error:
-            raise ValueError(f"variable {path!r}: {error}") from None
+            shape = tuple(initial_value.shape)
+            self._stored_shape = padded_shape(shape, layout) if pad else shape
+            try:
+                packed = to_mesh(_fit(initial_value, self._stored_shape), layout)
+            except ValueError as error:
+                raise ValueError(f"variable {path!r}: {error}") from None
+        self._read_layout = read_layout or layout
+        if self._stored_shape != shape:
+            kept = zip(self._read_layout.sharding_specs, shape, self._stored_shape)
+            specs = [spec if n == stored else dtensor.UNSHARDED for spec, n, stored in kept]
+            self._read_layout = dtensor.Layout(specs, layout.mesh)
+        self._slot_layout = self._update_layout = slot_layout or layout
+        self._slot_shape = self._update_shape = padded_shape(self._stored_shape, self._slot_layout)
+        self._gradient_layout = gradient_layout
+        self._pin_gradient = pin_gradient
+        self._is_updated_whole = False
         super().__init__(packed, **kwargs)
+        self._shape = tf.TensorShape(shape)
+        if updated_whole:
+            self.update_whole()
 
     @property
     def path(self):
         """The Keras path of the variable, such as "dense/kernel"."""
         return self._path
+
+    @property
+    def read_layout(self):
+        """The `dtensor.Layout` in which a model reads it in a step."""
+        return self._read_layout
+
+    @property
+    def slot_layout(self):
+        """The `dtensor.Layout` of its optimizer slots."""
+        return self._slot_layout
+
+    @property
+    def slots_are_padded(self):
+        """Whether zeros are stored behind some dim of its slots."""
+        return self._slot_shape != tuple(self.shape)
+
+    def update_whole(self):
+        """From now on an update sees it whole, whatever it is stored as."""
+        self._is_updated_whole = True
+        self._update_layout = dtensor.Layout.replicated(self.layout.mesh, self.layout.rank)
+        self._update_shape = tuple(self.shape)
+
+    @property
+    def is_updated_whole(self):
+        """Whether `update_whole` was called."""
+        return self._is_updated_whole
+
+    @property
+    def stored_shape(self):
+        """The global shape of what is stored, padding included (a tuple of ints)."""
+        return self._stored_shape
+
+    @property
+    def is_padded(self):
+        """Whether zeros are stored behind some dim."""
+        return self._stored_shape != tuple(self.shape)
 
     def shards(self):
         """The plain tensors that the devices hold, in the mesh's order."""
@@ -190,15 +322,21 @@ class ShardedVariable(dtensor.DVariable):
 
     # Reading. Every read of a resource variable comes through here.
     def _read_variable_op(self, no_copy=False):
+        backward = lambda grad: [grad]
         if in_step():
-            value = super()._read_variable_op(no_copy)
-            if self._gather:
-                whole = dtensor.Layout.replicated(self.layout.mesh, self.layout.rank)
-                value = dtensor.relayout(value, whole)
-            return value
-        if tf.executing_eagerly():
+            if _on("stored") or (_on("updating") and self._updates_as_stored):
+                return super()._read_variable_op(no_copy)
+            if self._reads_as_stored and not _on("updating"):
+                return super()._read_variable_op(no_copy)
             with _tf.stop_recording():
-                value = to_host(super()._read_variable_op(no_copy))
+                value = super()._read_variable_op(no_copy)
+                if _on("updating"):
+                    return _laid_out(value, self._update_layout, self._update_shape)
+                value = _laid_out(value, self._read_layout, tuple(self.shape))
+            backward = self._lay_out_gradient
+        elif tf.executing_eagerly():
+            with _tf.stop_recording():
+                value = self._whole(super()._read_variable_op(no_copy))
         else:
             value = self._read_when_called()
         _tf.variable_accessed(self)
@@ -206,9 +344,46 @@ class ShardedVariable(dtensor.DVariable):
             "ReadVariableOp",
             [value],
             [self.handle],
-            backward_function=lambda grad: [grad],
+            backward_function=backward,
             forward_function=lambda tangent: [tangent],
         )
+        return value
+
+    @property
+    def _reads_as_stored(self):
+        same = self._read_layout == self.layout and not self.is_padded
+        return same and self._gradient_layout is None
+
+    @property
+    def _updates_as_stored(self):
+        return self._update_layout == self.layout and self._update_shape == self._stored_shape
+
+    def _lay_out_gradient(self, gradient):
+        layout = self._gradient_layout
+        if layout is None or isinstance(gradient, tf.IndexedSlices):
+            return [gradient]
+        if self._pin_gradient:
+            gradient = dtensor.relayout(gradient, self._read_layout)
+        if padded_shape(gradient.shape, layout) != tuple(gradient.shape):
+            return [gradient]  # its slots are padded; the update lays it out
+        return [dtensor.relayout(gradient, layout)]
+
+    def as_update(self, gradient):
+        """In a step: a dense or sparse gradient of this variable in the shape of its slots."""
+        if isinstance(gradient, tf.IndexedSlices):
+            if self._is_updated_whole:
+                gradient = _replicated(gradient, self.layout.mesh)
+            return _fit(gradient, self._update_shape)
+        if self._updates_as_stored and tuple(gradient.shape) == self._update_shape:
+            return gradient
+        return _laid_out(gradient, self._update_layout, self._update_shape)
+
+    def _whole(self, value):
+        """A stored value, a DTensor, as a plain tensor without padding."""
+        value = to_host(value)
+        if self.is_padded:
+            with tf.device("CPU:0"):
+                value = _fit(value, tuple(self.shape))
         return value
 
     def _read_when_called(self):
@@ -227,35 +402,61 @@ class ShardedVariable(dtensor.DVariable):
         return np.asarray(self.numpy(), dtype)
 
     def _host_value(self):
-        return to_host(super()._read_variable_op())
+        return self._whole(super()._read_variable_op())
 
     # Writing.
+    def _write(self, op, value):
+        """In a step: runs a raw op that takes a value, in whose shape the padding may be missing."""
+        value = tf.convert_to_tensor(value, dtype=self.dtype)
+        shape = tuple(value.shape)
+        if shape not in (tuple(self.shape), self._stored_shape, self._update_shape):
+            raise ValueError(
+                f"variable {self.path!r} has shape {tuple(self.shape)}; received a value of shape "
+                f"{shape}"
+            )
+        if _on("updating") and shape == self._update_shape:
+            value = dtensor.relayout(value, self._update_layout)
+        op(resource=self.handle, value=_laid_out(value, self.layout, self._stored_shape))
+        return self
+
     def assign(self, value, use_locking=None, name=None, read_value=True):
         if in_step() and not self._is_plain(value):
+            if not self._is_plainly_stored:
+                return self._write(tf.raw_ops.AssignVariableOp, value)
             return super().assign(value, use_locking, name, read_value)
         self._refuse_graph("assign")
         with tf.device("CPU:0"):
             value = tf.cast(tf.convert_to_tensor(to_host(value)), self.dtype)
-        if value.shape != self.shape:
-            raise ValueError(
-                f"variable {self.path!r} has shape {tuple(self.shape)}; received a value of shape "
-                f"{tuple(value.shape)}"
-            )
+            if value.shape != self.shape:
+                raise ValueError(
+                    f"variable {self.path!r} has shape {tuple(self.shape)}; received a value of "
+                    f"shape {tuple(value.shape)}"
+                )
+            value = _fit(value, self._stored_shape)
         packed = to_mesh(value, self.layout)
-        super().assign(packed, use_locking, name, read_value=False)
+        tf.raw_ops.AssignVariableOp(resource=self.handle, value=packed)
         return self if read_value else None
 
     def assign_add(self, delta, use_locking=None, name=None, read_value=True):
         if in_step() and not self._is_plain(delta):
+            if not self._is_plainly_stored:
+                return self._write(tf.raw_ops.AssignAddVariableOp, delta)
             return super().assign_add(delta, use_locking, name, read_value)
         self._refuse_graph("assign_add")
         return self.assign(self._host_value() + tf.cast(to_host(delta), self.dtype))
 
     def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
         if in_step() and not self._is_plain(delta):
+            if not self._is_plainly_stored:
+                return self._write(tf.raw_ops.AssignSubVariableOp, delta)
             return super().assign_sub(delta, use_locking, name, read_value)
         self._refuse_graph("assign_sub")
         return self.assign(self._host_value() - tf.cast(to_host(delta), self.dtype))
+
+    @property
+    def _is_plainly_stored(self):
+        """Whether it reads in an update, and in a layer, as it is stored."""
+        return self._updates_as_stored and not self.is_padded
 
     @staticmethod
     def _is_plain(value):
@@ -266,7 +467,8 @@ class ShardedVariable(dtensor.DVariable):
 
     # Sparse updates: DTensor has rules for the dense ones. Equal rows add up in both.
     def _dense(self, slices):
-        return tf.math.unsorted_segment_sum(slices.values, slices.indices, self.shape[0])
+        rows = self._update_shape[0] if in_step() and _on("updating") else self.shape[0]
+        return tf.math.unsorted_segment_sum(slices.values, slices.indices, rows)
 
     def scatter_add(self, sparse_delta, use_locking=False, name=None):
         return self.assign_add(self._dense(sparse_delta), use_locking, name)

@@ -11,11 +11,12 @@ from tensorflow.experimental import dtensor
 
 from tfpar import _tf
 from tfpar import layouts as layouts_lib
+from tfpar import zero as zero_lib
 from tfpar.layouts import LayoutMap
 from tfpar.mesh import Mesh
 from tfpar.strategy import data as data_lib
 from tfpar.strategy import rules, trainer
-from tfpar.variables import ShardedVariable, shard_counts, step_scope, to_host
+from tfpar.variables import ShardedVariable, in_step, shard_counts, step_scope, to_host, update_scope
 
 # Layers whose split weights a step reads whole: DTensor cannot split a convolution's filters, and
 # recurrent cells cut their kernels into gates, across the shards.
@@ -23,31 +24,35 @@ READ_WHOLE = (*_tf.CONVOLUTIONS, keras.layers.LSTMCell, keras.layers.GRUCell)
 
 # Optimizers that divide a sparse gradient by a slot. Keras looks for the rows where the slot is
 # zero, whose number is known at run time only: DTensor cannot split their width, and cannot add
-# them to a slot split by rows.
+# them to a slot split by rows. They see tables whole.
 DIVIDE_BY_SLOT = (keras.optimizers.Adafactor, keras.optimizers.Adagrad)
 DIVIDE_AND_ADD = (keras.optimizers.Adadelta, keras.optimizers.RMSprop)
 
+# Optimizers that treat each element of a weight by itself. To the others a padded weight would look
+# longer than it is.
+ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adam,
+    keras.optimizers.Adamax,
+    keras.optimizers.AdamW,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+    keras.optimizers.Nadam,
+    keras.optimizers.RMSprop,
+)
 
-def _check_slot(optimizer, table):
-    """Refuses an optimizer that cannot train an embedding table split as it is.
 
-    Raises:
-      ValueError: names the optimizer, the table and the way out.
-    """
-    if not issubclass(table.owned_by, keras.layers.Embedding):
-        return
-    rows, width = (count > 1 for count in shard_counts(table.layout))
-    if isinstance(optimizer, DIVIDE_AND_ADD) and (rows or width):
-        way_out = "leave the table whole"
-    elif isinstance(optimizer, DIVIDE_BY_SLOT) and width:
-        way_out = "split the table by its rows, (axis, None), leave it whole"
-    else:
-        return
-    raise ValueError(
-        f"{type(optimizer).__name__} cannot train {table.path!r} split as "
-        f"{table.layout.sharding_specs}: DTensor has no rule for its sparse update; {way_out}, or "
-        "use an optimizer such as Adam"
-    )
+def _updates_whole(optimizer, weight):
+    """Whether an optimizer must see a weight whole to update it."""
+    if issubclass(weight.owned_by, keras.layers.Embedding):
+        rows, width = (count > 1 for count in shard_counts(weight.slot_layout))
+        if isinstance(optimizer, DIVIDE_AND_ADD) and (rows or width):
+            return True
+        if isinstance(optimizer, DIVIDE_BY_SLOT) and width:
+            return True
+    return weight.slots_are_padded and type(optimizer) not in ELEMENTWISE
 
 
 class MeshStrategy(tf.distribute.Strategy):
@@ -74,12 +79,14 @@ class MeshStrategy(tf.distribute.Strategy):
       micro_batches: in how many slices a training step takes its batch, one after the other: the
         activations of one slice are alive at a time, and the update is that of the whole batch
         (see `tfpar.AccumulatingOptimizer`). A batch with fewer rows has as many slices as rows.
+      zero: what is split over `data`, on top of `layouts`: 0 nothing, 1 optimizer slots, 2 gradients
+        too, 3 weights too, which a step then gathers for each use (Rajbhandari et al. 2020, ZeRO).
 
     Raises:
-      ValueError: not a mesh, pipe > 1, or micro_batches below 1.
+      ValueError: not a mesh, pipe > 1, micro_batches below 1, or an unknown zero.
     """
 
-    def __init__(self, mesh, layouts=None, micro_batches=1):
+    def __init__(self, mesh, layouts=None, micro_batches=1, zero=0):
         if not isinstance(mesh, Mesh):
             raise ValueError(f"mesh must be a tfpar.Mesh; received {mesh!r}")
         if mesh.pipe > 1:
@@ -95,11 +102,13 @@ class MeshStrategy(tf.distribute.Strategy):
             raise ValueError(
                 f"micro_batches must be an int of at least 1; received {micro_batches!r}"
             )
+        zero_lib.check(zero)
         rules.switch_off_what_is_wrong()
         rules.allow_replicated(rules.COMMON_WITHOUT_RULE)
         self._mesh = mesh
         self._layouts = LayoutMap.coerce(layouts)
         self._micro_batches = micro_batches
+        self._zero = zero
         super().__init__(_Extended(self))
 
     @property
@@ -116,6 +125,11 @@ class MeshStrategy(tf.distribute.Strategy):
     def micro_batches(self):
         """In how many slices a training step takes its batch."""
         return self._micro_batches
+
+    @property
+    def zero(self):
+        """The ZeRO stage: 0, 1, 2 or 3."""
+        return self._zero
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` as one step on the mesh; for training loops of one's own.
@@ -138,22 +152,21 @@ class MeshStrategy(tf.distribute.Strategy):
     def explain(self, model):
         """A table of the model's weights: shape, layout, bytes per device, and each rule's catch.
 
+        Under ZeRO also how the slots of each trainable weight are split.
+
         Args:
           model: a built Keras model.
 
         Returns:
           A string; print it.
         """
-        rows = [
-            (v.path, tuple(v.shape), v.value.dtype.size, self._axes_of(v)) for v in _weights(model)
-        ]
-        return layouts_lib.explain(rows, self._layouts, self._mesh)
-
-    def _axes_of(self, weight):
-        if not isinstance(weight.value, ShardedVariable):
-            return (None,) * len(weight.shape)
-        specs = weight.value.layout.sharding_specs
-        return tuple(None if spec == dtensor.UNSHARDED else spec for spec in specs)
+        rows = []
+        for v in _weights(model):
+            axes = slot_axes = (None,) * len(v.shape)
+            if isinstance(v.value, ShardedVariable):
+                axes, slot_axes = _axes_of(v.value.layout), _axes_of(v.value.slot_layout)
+            rows.append((v.path, tuple(v.shape), v.value.dtype.size, axes, slot_axes))
+        return layouts_lib.explain(rows, self._layouts, self._mesh, slots=self._zero > 0)
 
     def check_layouts(self, model):
         """Refuses rules that caught none of the weights of `model`.
@@ -165,6 +178,11 @@ class MeshStrategy(tf.distribute.Strategy):
             self._layouts.check_all_rules_matched(
                 [(v.path, tuple(v.shape)) for v in _weights(model)]
             )
+
+
+def _axes_of(layout):
+    """The axes of a `dtensor.Layout`: None, "data" or "model" per dim."""
+    return tuple(None if spec == dtensor.UNSHARDED else spec for spec in layout.sharding_specs)
 
 
 def _weights(model):
@@ -198,6 +216,14 @@ def _with_static_shape(gradient):
     return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape)
 
 
+def _as_update(variable, arg):
+    """An argument of an update: a gradient in the shape and layout of the variable's slots."""
+    if not isinstance(variable, ShardedVariable):
+        return arg
+    dense = isinstance(arg, tf.Tensor) and arg.shape == variable.shape
+    return variable.as_update(arg) if dense or isinstance(arg, tf.IndexedSlices) else arg
+
+
 class _Extended(_tf.StrategyExtendedV1):
     def __init__(self, strategy):
         super().__init__(strategy)
@@ -216,24 +242,50 @@ class _Extended(_tf.StrategyExtendedV1):
         if initial.dtype == tf.string:  # tables and names: never part of a step
             return next_creator(initial_value=initial, **kwargs)
         path, owner = _tf.creating(kwargs.get("name") or "Variable")
-        axes = self._axes(path, owner, kwargs.get("name"), tuple(initial.shape))
+        shape = tuple(initial.shape)
         weight = kwargs.get("colocate_with")  # of an optimizer's slot
         if isinstance(weight, ShardedVariable) and weight.shape == initial.shape:
-            layout = weight.layout
-            _check_slot(owner, weight)
+            layouts = self._layouts_of_slot(weight, owner)
         else:
-            layout = self._mesh.layout(axes)
+            layouts = self._layouts_of(path, owner, kwargs, shape)
         keep = ("trainable", "dtype", "name", "synchronization", "aggregation", "constraint")
         variable = ShardedVariable(
             initial,
-            layout=layout,
             path=path,
             owned_by=type(owner),
-            gather=isinstance(owner, READ_WHOLE),
+            **layouts,
             **{key: value for key, value in kwargs.items() if key in keep},
         )
         variable._distribute_strategy = self._strategy
         return variable
+
+    def _layouts_of_slot(self, weight, optimizer):
+        """How a variable of an optimizer is held that goes with a weight of its shape."""
+        zero = self._strategy.zero
+        if getattr(optimizer, "holds_gradients", False) and zero < 2:
+            return dict(layout=weight.layout, slot_layout=weight.slot_layout, pad=True)
+        if _updates_whole(optimizer, weight):
+            weight.update_whole()
+        return dict(layout=weight.slot_layout, pad=True, updated_whole=weight.is_updated_whole)
+
+    def _layouts_of(self, path, owner, kwargs, shape):
+        """How the weight of a layer, or any other variable, is held."""
+        axes = self._axes(path, owner, kwargs.get("name"), shape)
+        layout = self._mesh.layout(axes)
+        zero = self._strategy.zero
+        if zero and isinstance(owner, keras.layers.Layer) and kwargs.get("trainable", True):
+            split = self._mesh.layout(zero_lib.split_over_data(shape, axes, self._mesh.data))
+        else:
+            split, zero = layout, 0
+        whole = self._mesh.layout((None,) * len(shape)) if isinstance(owner, READ_WHOLE) else None
+        return dict(
+            layout=split if zero == 3 else layout,
+            read_layout=whole or layout,
+            slot_layout=split,
+            gradient_layout=split if zero >= 2 else (whole or layout) if whole or zero else None,
+            pin_gradient=whole is not None,
+            pad=zero == 3,
+        )
 
     def _axes(self, path, layer, name, shape):
         """The axes of a new variable: by rule, else as its layer states, else whole."""
@@ -270,7 +322,10 @@ class _Extended(_tf.StrategyExtendedV1):
         return [value for value, _ in value_destination_pairs]
 
     def _update(self, var, fn, args, kwargs, group):
-        result = fn(var, *args, **kwargs)
+        if in_step():
+            args = [_as_update(var, arg) for arg in args]
+        with update_scope():
+            result = fn(var, *args, **kwargs)
         return tf.group(result) if group else result
 
     def _update_non_slot(self, colocate_with, fn, args, kwargs, group):

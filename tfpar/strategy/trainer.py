@@ -238,7 +238,7 @@ def install(is_ours):
     def lookup(self, *args, **kwargs):
         rows = stock_lookup(self, *args, **kwargs)
         table = self._embeddings.value
-        if in_step() and isinstance(table, ShardedVariable) and shard_counts(table.layout)[-1] > 1:
+        if in_step() and isinstance(table, ShardedVariable) and shard_counts(table.read_layout)[-1] > 1:
             return whole_rows(rows, tf.distribute.get_strategy().mesh)
         return rows
 
