@@ -12,6 +12,8 @@ ORDER = [
     "_versions",
     "_tf",
     "mesh",
+    "zero",
+    "structure",
     "layouts",
     "variables",
     "strategy",

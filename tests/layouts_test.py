@@ -97,7 +97,8 @@ def test_bytes_per_device(shape, axes, want):
 
 def test_explain_shows_every_variable_and_what_each_rule_caught():
     layouts = tfpar.LayoutMap({"up/kernel": (None, "model"), "nothing": (None,)})
-    rows = [("up/kernel", (6, 8), 4, (None, "model")), ("up/bias", (8,), 4, (None,))]
+    whole, split = (None,), (None, "model")
+    rows = [("up/kernel", (6, 8), 4, split, split), ("up/bias", (8,), 4, whole, whole)]
     text = explain(rows, layouts, MESH)
     kernel = next(line for line in text.splitlines() if line.startswith("up/kernel"))
     assert "(6, 8)" in kernel and "96" in kernel and "model" in kernel

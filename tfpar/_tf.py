@@ -13,8 +13,8 @@ import keras
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.common.name_scope import current_path as _current_path
 
-# Where Keras scatters values, as confusion matrices do.
-from keras.src.backend.tensorflow import core
+# Where Keras scatters values, as confusion matrices do, and where it finds the largest of them.
+from keras.src.backend.tensorflow import core, numpy
 
 # The class in which Keras turns a step into a compiled function (`_make_function`,
 # `make_predict_function`) and builds a model from its first batch (`_maybe_symbolic_build`).
@@ -57,11 +57,14 @@ __all__ = [
     "function_def",
     "function_names",
     "losses",
+    "numpy",
     "record_operation",
     "reduced_already",
     "stop_recording",
     "variable_accessed",
     "without_overwriting",
+    "without_traces",
+    "without_values",
 ]
 
 
@@ -92,6 +95,27 @@ def creating(name):
         if found:
             return path, found[-1]
     return path, None
+
+
+@contextlib.contextmanager
+def without_traces():
+    """Leaves no trace of the models built inside: names are given out as if they never were."""
+    tracker = _global_state.GLOBAL_STATE_TRACKER
+    before = dict(tracker.__dict__)
+    for name in ("object_name_uids", "global_seed_generator", "uninitialized_variables"):
+        tracker.__dict__.pop(name, None)
+    if "object_name_uids" in before:
+        tracker.object_name_uids = before["object_name_uids"].copy()
+    try:
+        yield
+    finally:
+        tracker.__dict__.clear()
+        tracker.__dict__.update(before)
+
+
+def without_values():
+    """A scope in which variables are made without values, and take no memory."""
+    return keras.StatelessScope(initialize_variables=False)
 
 
 @contextlib.contextmanager

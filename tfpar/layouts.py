@@ -4,6 +4,8 @@ import difflib
 import math
 import re
 
+from tfpar import structure
+
 SPLIT_AXES = ("data", "model")
 
 
@@ -25,15 +27,60 @@ class LayoutMap:
 
     Args:
       rules: a dict of pattern -> axes.
+      pad: patterns among them whose weights may be padded where the axis does not divide a dim.
+        That is for the last dim of the kernel and bias of a Dense layer that makes logits: the
+        padding never enters a softmax. Tables of Embedding layers are padded without being told.
+
+    Attributes:
+      explanation: of a map that `auto` made, what it chose and why; else "".
 
     Raises:
-      ValueError: a pattern that does not compile, an unknown axis, an axis used twice in one rule.
+      ValueError: a pattern that does not compile, an unknown axis, an axis used twice in one rule,
+        a pattern in `pad` that is no rule.
     """
 
-    def __init__(self, rules=None):
+    def __init__(self, rules=None, pad=()):
         self._rules = {}
+        self.explanation = ""
         for pattern, axes in dict(rules or {}).items():
             self[pattern] = axes
+        self._pad = frozenset(pad)
+        if not self._pad <= set(self._rules):
+            raise ValueError(f"pad names no rules: {sorted(self._pad - set(self._rules))}")
+
+    @classmethod
+    def auto(cls, model, mesh, inputs=None):
+        """A map for a model, read from its structure and not from its names.
+
+        Splits over `model` what needs one all-reduce for two matrices: pairs of Dense layers (also
+        gated ones) by their hidden units, attention by its heads (keys and values with the query
+        heads that share them, or whole if there are too few), tables and output projections by
+        the vocabulary, biases with their kernels. All else stays whole. `explanation` says what
+        was chosen, and why::
+
+            layouts = tfpar.LayoutMap.auto(build_model, mesh)
+            print(layouts.explanation)
+            with tfpar.MeshStrategy(mesh, layouts).scope():
+                model = build_model()
+
+        Args:
+          model: a function that builds the model (it is run once, without giving weights values,
+            and leaves seeds and names as they were), or a built model with the same weights' paths
+            as the one to train.
+          mesh: the `Mesh`.
+          inputs: a batch of inputs, or specs of one, for models that do not know theirs.
+
+        Raises:
+          ValueError: no model, or one whose inputs are not known.
+        """
+        found = structure.read(model, inputs)
+        choice = structure.choose(found, mesh.model)
+        paths = [path for path in choice.axes if path in choice.padded]
+        rules = structure.rules(choice.axes, found.shapes)
+        pad = [p for p in rules if any(re.search(p, path) for path in paths)]
+        layouts = cls(rules, pad)
+        layouts.explanation = "\n".join(choice.reasons)
+        return layouts
 
     @classmethod
     def coerce(cls, layouts):
@@ -90,6 +137,7 @@ class LayoutMap:
 
     def __delitem__(self, pattern):
         del self._rules[pattern]
+        self._pad -= {pattern}
 
     def __iter__(self):
         return iter(self._rules)
@@ -98,15 +146,18 @@ class LayoutMap:
         return len(self._rules)
 
     def __or__(self, other):
-        return LayoutMap({**self._rules, **LayoutMap.coerce(other)._rules})
+        other = LayoutMap.coerce(other)
+        return LayoutMap({**self._rules, **other._rules}, self._pad | other._pad)
 
     def __eq__(self, other):
-        return isinstance(other, LayoutMap) and self._rules == other._rules
+        if not isinstance(other, LayoutMap):
+            return False
+        return self._rules == other._rules and self._pad == other._pad
 
     __hash__ = None  # type: ignore[assignment]  # it can be changed
 
     def __repr__(self):
-        return f"LayoutMap({self._rules!r})"
+        return f"LayoutMap({self._rules!r}{f', pad={sorted(self._pad)}' if self._pad else ''})"
 
     def items(self):
         """(pattern, axes) pairs, in order."""
@@ -116,13 +167,18 @@ class LayoutMap:
         """The patterns of all rules that match `path`."""
         return [pattern for pattern in self._rules if re.search(pattern, path)]
 
-    def lookup(self, path, shape, mesh):
+    def may_pad(self, path):
+        """Whether the rule of the variable at `path` is one of `pad`."""
+        return any(pattern in self._pad for pattern in self.matching(path))
+
+    def lookup(self, path, shape, mesh, pad=False):
         """The axes of a variable: of the rule that matches it, else all None.
 
         Args:
           path: the variable's path.
           shape: its shape, a tuple of ints.
           mesh: the `Mesh` whose degrees the split dims must divide by.
+          pad: whether dims need not divide.
 
         Raises:
           ValueError: two rules match, the rule has another rank, or a dim does not divide.
@@ -136,7 +192,8 @@ class LayoutMap:
                 f"{', '.join(f'{p!r}: {self[p]}' for p in found)}. Make the patterns narrower so "
                 "that one matches"
             )
-        check_axes(self[found[0]], path, shape, mesh, f"rule {found[0]!r}: {self[found[0]]}")
+        source = f"rule {found[0]!r}: {self[found[0]]}"
+        check_axes(self[found[0]], path, shape, mesh, source, pad)
         return self[found[0]]
 
     def check_all_rules_matched(self, variables):
@@ -156,7 +213,7 @@ class LayoutMap:
         raise ValueError("; ".join(lines))
 
 
-def check_axes(axes, path, shape, mesh, source):
+def check_axes(axes, path, shape, mesh, source, pad=False):
     """Refuses axes that do not fit a variable.
 
     Args:
@@ -165,6 +222,7 @@ def check_axes(axes, path, shape, mesh, source):
       shape: its shape.
       mesh: the `Mesh`.
       source: what asked for these axes, for the message.
+      pad: whether dims need not divide.
 
     Raises:
       ValueError: another rank, or a dim that its axis does not divide.
@@ -175,7 +233,7 @@ def check_axes(axes, path, shape, mesh, source):
             f"one axis or None for each of its {len(shape)} dims"
         )
     for dim, (size, axis) in enumerate(zip(shape, axes)):
-        if axis is not None and size % mesh.shape[axis]:
+        if axis is not None and size % mesh.shape[axis] and not pad:
             raise ValueError(
                 f"{source} splits dim {dim} of variable {path!r} of shape {tuple(shape)} over "
                 f"axis {axis!r}, but {size} is not a multiple of {axis}={mesh.shape[axis]}. Split "
@@ -226,10 +284,12 @@ def explain(variables, layouts, mesh, slots=False):
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = zip(row, widths)
-        lines.append("  ".join(
-            cell.rjust(width) if i in (3, 4, 6) else cell.ljust(width)
-            for i, (cell, width) in enumerate(cells)
-        ).rstrip())
+        lines.append(
+            "  ".join(
+                cell.rjust(width) if i in (3, 4, 6) else cell.ljust(width)
+                for i, (cell, width) in enumerate(cells)
+            ).rstrip()
+        )
     for pattern, axes in layouts.items():
         caught = [path for path, *_ in variables if re.search(pattern, path)]
         lines.append(f"rule {pattern!r}: {axes} caught {len(caught)}: {', '.join(caught) or '-'}")

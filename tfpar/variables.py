@@ -196,8 +196,8 @@ def _replicated(gradient, mesh):
 class ShardedVariable(dtensor.DVariable):
     """A variable whose value lives on a mesh in a layout.
 
-    Where an axis does not divide a dim, zeros are stored behind it. Nobody sees them: `shape`, the
-    values outside a step and those that a model reads in a step are without. In an `update_scope`
+    Where an axis does not divide a dim, zeros are stored behind it. `shape`, the values outside a
+    step and those that a model reads in a step are without; its gradient is with them. In an `update_scope`
     a variable reads as its optimizer slots are stored, so that an update needs no communication
     but that of its result.
 
@@ -210,8 +210,6 @@ class ShardedVariable(dtensor.DVariable):
         gathered for each use.
       slot_layout: the layout of its optimizer slots, if another one.
       gradient_layout: the layout that its gradient is reduced to, if it divides the dims.
-      pin_gradient: whether the gradient is first laid out as the variable is read. DTensor lets the
-        layouts of consumers spread to their producers, some of which cannot have them.
       updated_whole: whether an update sees it whole, for optimizers that need it so.
       pad: whether a dim that its axis does not divide is padded; else it is an error.
       **kwargs: as `tf.Variable`.
@@ -227,7 +225,6 @@ class ShardedVariable(dtensor.DVariable):
         read_layout=None,
         slot_layout=None,
         gradient_layout=None,
-        pin_gradient=False,
         updated_whole=False,
         pad=False,
         **kwargs,
@@ -245,7 +242,7 @@ class ShardedVariable(dtensor.DVariable):
                 packed = to_mesh(_fit(initial_value, self._stored_shape), layout)
             except ValueError as error:
                 raise ValueError(f"variable {path!r}: {error}") from None
-        self._read_layout = read_layout or layout
+        self._read_layout = self._padded_read_layout = read_layout or layout
         if self._stored_shape != shape:
             kept = zip(self._read_layout.sharding_specs, shape, self._stored_shape)
             specs = [spec if n == stored else dtensor.UNSHARDED for spec, n, stored in kept]
@@ -253,7 +250,6 @@ class ShardedVariable(dtensor.DVariable):
         self._slot_layout = self._update_layout = slot_layout or layout
         self._slot_shape = self._update_shape = padded_shape(self._stored_shape, self._slot_layout)
         self._gradient_layout = gradient_layout
-        self._pin_gradient = pin_gradient
         self._is_updated_whole = False
         super().__init__(packed, **kwargs)
         self._shape = tf.TensorShape(shape)
@@ -324,15 +320,17 @@ class ShardedVariable(dtensor.DVariable):
     def _read_variable_op(self, no_copy=False):
         backward = lambda grad: [grad]
         if in_step():
-            if _on("stored") or (_on("updating") and self._updates_as_stored):
-                return super()._read_variable_op(no_copy)
-            if self._reads_as_stored and not _on("updating"):
+            updating = _on("updating")
+            if self._updates_as_stored if updating else self._reads_as_stored:
                 return super()._read_variable_op(no_copy)
             with _tf.stop_recording():
                 value = super()._read_variable_op(no_copy)
-                if _on("updating"):
+                if updating:
                     return _laid_out(value, self._update_layout, self._update_shape)
-                value = _laid_out(value, self._read_layout, tuple(self.shape))
+                if _on("stored"):
+                    value = dtensor.relayout(value, self._padded_read_layout)
+                else:
+                    value = _laid_out(value, self._read_layout, tuple(self.shape))
             backward = self._lay_out_gradient
         elif tf.executing_eagerly():
             with _tf.stop_recording():
@@ -354,19 +352,29 @@ class ShardedVariable(dtensor.DVariable):
         same = self._read_layout == self.layout and not self.is_padded
         return same and self._gradient_layout is None
 
+    def padded_value(self):
+        """In a step: its value as a model reads it, with the padding."""
+        return dtensor.relayout(super()._read_variable_op(), self._padded_read_layout)
+
     @property
     def _updates_as_stored(self):
         return self._update_layout == self.layout and self._update_shape == self._stored_shape
 
     def _lay_out_gradient(self, gradient):
+        if isinstance(gradient, tf.IndexedSlices):
+            return [_fit(gradient, self._stored_shape)]
+        # DTensor lets the layouts of consumers spread to their producers, some of which cannot have
+        # them: the gradient is first laid out as the value was.
+        as_read = tuple(gradient.shape) == tuple(self.shape)
+        gradient = dtensor.relayout(
+            gradient, self._read_layout if as_read else self._padded_read_layout
+        )
         layout = self._gradient_layout
-        if layout is None or isinstance(gradient, tf.IndexedSlices):
-            return [gradient]
-        if self._pin_gradient:
-            gradient = dtensor.relayout(gradient, self._read_layout)
-        if padded_shape(gradient.shape, layout) != tuple(gradient.shape):
+        if layout is None:
+            layout = self.layout
+        elif padded_shape(self._stored_shape, layout) != self._stored_shape:
             return [gradient]  # its slots are padded; the update lays it out
-        return [dtensor.relayout(gradient, layout)]
+        return [_laid_out(gradient, layout, self._stored_shape)]
 
     def as_update(self, gradient):
         """In a step: a dense or sparse gradient of this variable in the shape of its slots."""

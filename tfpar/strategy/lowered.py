@@ -75,8 +75,12 @@ def collectives():
     found: list[Collective] = []
     yield found
     for name in _tf.function_names():
-        if name not in before:
+        if name in before:
+            continue
+        try:
             found.extend(_read(_tf.function_def(name)))
+        except tf.errors.NotFoundError:
+            pass  # gone meanwhile: a dataset's, for a step's stay while the model lives
 
 
 def _read(function):

@@ -16,7 +16,14 @@ from tfpar.layouts import LayoutMap
 from tfpar.mesh import Mesh
 from tfpar.strategy import data as data_lib
 from tfpar.strategy import rules, trainer
-from tfpar.variables import ShardedVariable, in_step, shard_counts, step_scope, to_host, update_scope
+from tfpar.variables import (
+    ShardedVariable,
+    in_step,
+    shard_counts,
+    step_scope,
+    to_host,
+    update_scope,
+)
 
 # Layers whose split weights a step reads whole: DTensor cannot split a convolution's filters, and
 # recurrent cells cut their kernels into gates, across the shards.
@@ -220,7 +227,7 @@ def _as_update(variable, arg):
     """An argument of an update: a gradient in the shape and layout of the variable's slots."""
     if not isinstance(variable, ShardedVariable):
         return arg
-    dense = isinstance(arg, tf.Tensor) and arg.shape == variable.shape
+    dense = isinstance(arg, tf.Tensor) and arg.shape in (variable.shape, variable.stored_shape)
     return variable.as_update(arg) if dense or isinstance(arg, tf.IndexedSlices) else arg
 
 
@@ -283,15 +290,15 @@ class _Extended(_tf.StrategyExtendedV1):
             read_layout=whole or layout,
             slot_layout=split,
             gradient_layout=split if zero >= 2 else (whole or layout) if whole or zero else None,
-            pin_gradient=whole is not None,
-            pad=zero == 3,
+            pad=zero == 3 or self._may_pad(path, owner),
         )
 
     def _axes(self, path, layer, name, shape):
         """The axes of a new variable: by rule, else as its layer states, else whole."""
         if not isinstance(layer, keras.layers.Layer):
             return (None,) * len(shape)
-        axes = self._strategy.layouts.lookup(path, shape, self._mesh)
+        pad = self._may_pad(path, layer)
+        axes = self._strategy.layouts.lookup(path, shape, self._mesh, pad)
         stated = getattr(layer, "axes_of_weights", {}).get(name)
         if stated is None:
             return axes
@@ -300,10 +307,26 @@ class _Extended(_tf.StrategyExtendedV1):
                 f"variable {path!r} is split as {stated} by its layer and as {axes} by the rule "
                 f"{self._strategy.layouts.matching(path)[0]!r}; drop one of them"
             )
-        layouts_lib.check_axes(
-            stated, path, shape, self._mesh, f"{layer.name!r} splits as {stated} and"
-        )
+        source = f"{layer.name!r} splits as {stated} and"
+        layouts_lib.check_axes(stated, path, shape, self._mesh, source, pad)
         return stated
+
+    def _may_pad(self, path, layer):
+        """Whether the dims of a weight need not divide: a vocabulary is padded.
+
+        Raises:
+          ValueError: the LayoutMap pads the weight of a layer for which that is not supported.
+        """
+        if isinstance(layer, keras.layers.Embedding) or getattr(layer, "pads_classes", False):
+            return True
+        if not self._strategy.layouts.may_pad(path):
+            return False
+        if not isinstance(layer, keras.layers.Dense):
+            raise ValueError(
+                f"variable {path!r} cannot be padded: only the classes of a Dense layer and the "
+                f"rows of an Embedding are; received a {type(layer).__name__}"
+            )
+        return True
 
     def _validate_colocate_with_variable(self, colocate_with_variable):
         pass

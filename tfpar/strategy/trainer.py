@@ -7,7 +7,6 @@ the functions below take the place of four methods.
 """
 
 import contextlib
-import functools
 
 import keras
 import tensorflow as tf
@@ -15,8 +14,8 @@ from tensorflow.experimental import dtensor
 
 from tfpar import _tf
 from tfpar.strategy import data as data_lib
-from tfpar.strategy import rules
-from tfpar.variables import ShardedVariable, in_step, shard_counts, to_host
+from tfpar.strategy import rules, vocabulary
+from tfpar.variables import ShardedVariable, in_step, to_host
 
 
 def replicate(outputs, mesh):
@@ -28,18 +27,6 @@ def replicate(outputs, mesh):
         return dtensor.relayout(value, mesh.layout((None,) * value.shape.rank))
 
     return tf.nest.map_structure(one, outputs)
-
-
-def whole_rows(rows, mesh):
-    """In a step: makes looked-up rows of a table split by its width whole on every device.
-
-    Left split, their layout spreads through the model, and where it meets that of split weights
-    DTensor fails.
-    """
-    axes: list[str | None] = [None] * rows.shape.rank
-    if axes and rows.shape[0] is not None and rows.shape[0] % mesh.data == 0:
-        axes[0] = "data"
-    return dtensor.relayout(rows, mesh.layout(axes))
 
 
 class Step:
@@ -197,8 +184,7 @@ def install(is_ours):
     base = _tf.TensorFlowTrainer
     stock_function, stock_predict = base._make_function, base.make_predict_function
     stock_build, stock_export = base._maybe_symbolic_build, keras.Model.export
-    stock_lookup, stock_scatter = keras.layers.Embedding.call, _tf.core.scatter
-    stock_cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
+    stock_scatter = _tf.core.scatter
 
     def _make_function(self, step_function):
         if not is_ours(self._distribute_strategy):
@@ -234,34 +220,14 @@ def install(is_ours):
         with on_host(self):
             return stock_export(self, *args, **kwargs)
 
-    @functools.wraps(stock_lookup)
-    def lookup(self, *args, **kwargs):
-        rows = stock_lookup(self, *args, **kwargs)
-        table = self._embeddings.value
-        if in_step() and isinstance(table, ShardedVariable) and shard_counts(table.read_layout)[-1] > 1:
-            return whole_rows(rows, tf.distribute.get_strategy().mesh)
-        return rows
-
     def scatter(indices, values, shape):
         # DTensor's rule for it makes an int32 shape, which int64 indices do not go with.
         return stock_scatter(tf.cast(indices, tf.int32) if in_step() else indices, values, shape)
-
-    @functools.wraps(stock_cross_entropy)
-    def cross_entropy(labels, logits, name=None):
-        logits = tf.convert_to_tensor(logits)
-        if not in_step() or logits.dtype == tf.float32:
-            return stock_cross_entropy(labels, logits, name)
-        # DTensor's rule for split classes writes its ones as float32, whatever the type.
-        labels = tf.convert_to_tensor(labels)
-        classes = tf.range(logits.shape[-1], dtype=labels.dtype)
-        wanted = tf.cast(tf.equal(labels[..., None], classes), logits.dtype)
-        return tf.nn.softmax_cross_entropy_with_logits(wanted, logits, name=name)
 
     base._make_function = _make_function
     base.make_predict_function = predict_function
     base._maybe_symbolic_build = _maybe_symbolic_build
     export.__doc__ = stock_export.__doc__
     keras.Model.export = export
-    keras.layers.Embedding.call = lookup
     _tf.core.scatter = scatter
-    tf.nn.sparse_softmax_cross_entropy_with_logits = cross_entropy
+    vocabulary.install()
