@@ -15,6 +15,7 @@ from tfpar.accumulation import AccumulatingOptimizer
 from tfpar.denominators import weigh
 from tfpar.layouts import LayoutMap
 from tfpar.mesh import Mesh, virtual_devices
+from tfpar.strategy.activations import constrain
 from tfpar.strategy.mesh import MeshStrategy
 from tfpar.strategy.rules import UnsupportedStep
 
@@ -24,6 +25,7 @@ __all__ = [
     "Mesh",
     "MeshStrategy",
     "UnsupportedStep",
+    "constrain",
     "layers",
     "scaling",
     "virtual_devices",

@@ -1,5 +1,6 @@
 """Which weights are split over a mesh, and how: path patterns to axes."""
 
+import dataclasses
 import difflib
 import math
 import re
@@ -7,6 +8,44 @@ import re
 from tfpar import structure
 
 SPLIT_AXES = ("data", "model")
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """How an activation is laid out (see `tfpar.constrain`).
+
+    Attributes:
+      axes: layouts that it takes one after the other, each a tuple of one axis or None per dim.
+      gradient: layouts that its gradient takes.
+    """
+
+    axes: tuple
+    gradient: tuple
+
+    @classmethod
+    def of(cls, axes, gradient=None, source="constrain"):
+        """A checked constraint.
+
+        Args:
+          axes: a tuple with one axis or None per dim, or a list of such tuples.
+          gradient: the same for the gradient; by default the reverse of `axes`.
+          source: who asks, for messages.
+
+        Raises:
+          ValueError: an unknown axis, or one used twice.
+        """
+        chain = lambda given: tuple(
+            check_names(one, source) for one in (given if isinstance(given, list) else [given])
+        )
+        forward = chain(axes)
+        found = cls(forward, forward[::-1] if gradient is None else chain(gradient))
+        if not forward or len({len(one) for one in found.axes + found.gradient}) > 1:
+            raise ValueError(f"{source}: layouts of one tensor have one rank; received {found}")
+        return found
+
+    @property
+    def rank(self):
+        return len(self.axes[0])
 
 
 class LayoutMap:
@@ -21,6 +60,10 @@ class LayoutMap:
             r"mlp_up/bias": ("model",),
             r"mlp_down/kernel": ("model", None),
         })
+
+    A pattern that ends in "/output" or "/input" is for the output or the first input of a layer,
+    whose path stands before it: its axes say how that activation is split, or are a dict of the
+    arguments `axes` and `gradient` of `tfpar.constrain`.
 
     It is strict: a rule that matches nothing, two rules that match one variable, and a dim that the
     axis does not divide are errors, never ignored.
@@ -116,21 +159,12 @@ class LayoutMap:
             re.compile(pattern)
         except (re.error, TypeError) as error:
             raise ValueError(f"rule {pattern!r} is not a regular expression: {error}") from None
-        if not isinstance(axes, (tuple, list)):
-            raise ValueError(
-                f"rule {pattern!r}: axes must be a tuple with one entry per dim, such as "
-                f'(None, "model"); received {axes!r}'
-            )
-        for axis in axes:
-            if axis is not None and axis not in SPLIT_AXES:
-                raise ValueError(
-                    f"rule {pattern!r}: unknown axis {axis!r} in {tuple(axes)}; a dim's axis is "
-                    f"None or one of {SPLIT_AXES}"
-                )
-        used = [axis for axis in axes if axis is not None]
-        if len(used) != len(set(used)):
-            raise ValueError(f"rule {pattern!r}: an axis may split one dim only; got {tuple(axes)}")
-        self._rules[pattern] = tuple(axes)
+        source = f"rule {pattern!r}"
+        if _is_for_activation(pattern):
+            given = axes if isinstance(axes, dict) else {"axes": axes}
+            self._rules[pattern] = Constraint.of(source=source, **given)
+        else:
+            self._rules[pattern] = check_names(axes, source)
 
     def __getitem__(self, pattern):
         return self._rules[pattern]
@@ -164,8 +198,31 @@ class LayoutMap:
         return self._rules.items()
 
     def matching(self, path):
-        """The patterns of all rules that match `path`."""
-        return [pattern for pattern in self._rules if re.search(pattern, path)]
+        """The patterns of all rules for weights that match `path`."""
+        return [p for p in self._rules if not _is_for_activation(p) and re.search(p, path)]
+
+    @property
+    def of_activations(self):
+        """The patterns of rules for inputs and outputs of layers."""
+        return [pattern for pattern in self._rules if _is_for_activation(pattern)]
+
+    def of_activation(self, path):
+        """The rule for the input or output of a layer: (pattern, `Constraint`), or None.
+
+        Args:
+          path: of the layer, with "/input" or "/output" behind it.
+
+        Raises:
+          ValueError: two rules match.
+        """
+        found = [p for p in self._rules if _is_for_activation(p) and re.search(p, path)]
+        if len(found) > 1:
+            raise ValueError(
+                f"{path!r} is matched by {len(found)} rules: "
+                f"{', '.join(f'{p!r}: {self[p]}' for p in found)}. Make the patterns narrower so "
+                "that one matches"
+            )
+        return (found[0], self[found[0]]) if found else None
 
     def may_pad(self, path):
         """Whether the rule of the variable at `path` is one of `pad`."""
@@ -196,21 +253,54 @@ class LayoutMap:
         check_axes(self[found[0]], path, shape, mesh, source, pad)
         return self[found[0]]
 
-    def check_all_rules_matched(self, variables):
-        """Refuses rules that match none of `variables`, a list of (path, shape).
+    def check_all_rules_matched(self, variables, layers=()):
+        """Refuses rules that match no weight and no layer's output.
+
+        Args:
+          variables: a list of (path, shape).
+          layers: paths of layers.
 
         Raises:
           ValueError: names the rules and the nearest paths.
         """
-        paths = [path for path, _ in variables]
+        paths = [path for path, _ in variables] + [
+            f"{path}/{end}" for path in layers for end in ("input", "output")
+        ]
         unused = [p for p in self._rules if not any(re.search(p, path) for path in paths)]
         if not unused:
             return
         lines = []
         for pattern in unused:
             near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
-            lines.append(f"rule {pattern!r} matches no variable; nearest paths: {near}")
+            lines.append(f"rule {pattern!r} matches nothing; nearest paths: {near}")
         raise ValueError("; ".join(lines))
+
+
+def _is_for_activation(pattern):
+    return pattern.rstrip("$").endswith(("/output", "/input"))
+
+
+def check_names(axes, source):
+    """The axes of a rule as a tuple, if they are right.
+
+    Raises:
+      ValueError: no tuple, an unknown axis, one used twice.
+    """
+    if not isinstance(axes, (tuple, list)):
+        raise ValueError(
+            f"{source}: axes must be a tuple with one entry per dim, such as "
+            f'(None, "model"); received {axes!r}'
+        )
+    for axis in axes:
+        if axis is not None and axis not in SPLIT_AXES:
+            raise ValueError(
+                f"{source}: unknown axis {axis!r} in {tuple(axes)}; a dim's axis is None or one of "
+                f"{SPLIT_AXES}"
+            )
+    used = [axis for axis in axes if axis is not None]
+    if len(used) != len(set(used)):
+        raise ValueError(f"{source}: an axis may split one dim only; got {tuple(axes)}")
+    return tuple(axes)
 
 
 def check_axes(axes, path, shape, mesh, source, pad=False):

@@ -183,7 +183,8 @@ class MeshStrategy(tf.distribute.Strategy):
         """
         if model.built:
             self._layouts.check_all_rules_matched(
-                [(v.path, tuple(v.shape)) for v in _weights(model)]
+                [(v.path, tuple(v.shape)) for v in _weights(model)],
+                [layer.path for layer in model._flatten_layers() if layer.path],
             )
 
 

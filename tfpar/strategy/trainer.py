@@ -14,7 +14,7 @@ from tensorflow.experimental import dtensor
 
 from tfpar import _tf
 from tfpar.strategy import data as data_lib
-from tfpar.strategy import rules, vocabulary
+from tfpar.strategy import activations, rules, vocabulary
 from tfpar.variables import ShardedVariable, in_step, to_host
 
 
@@ -230,4 +230,5 @@ def install(is_ours):
     export.__doc__ = stock_export.__doc__
     keras.Model.export = export
     _tf.core.scatter = scatter
+    activations.install()
     vocabulary.install()
