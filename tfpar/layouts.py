@@ -92,7 +92,7 @@ class LayoutMap:
             raise ValueError(f"pad names no rules: {sorted(self._pad - set(self._rules))}")
 
     @classmethod
-    def auto(cls, model, mesh, inputs=None):
+    def auto(cls, model, mesh, inputs=None, sequence=None):
         """A map for a model, read from its structure and not from its names.
 
         Splits over `model` what needs one all-reduce for two matrices: pairs of Dense layers (also
@@ -112,15 +112,21 @@ class LayoutMap:
             as the one to train.
           mesh: the `Mesh`.
           inputs: a batch of inputs, or specs of one, for models that do not know theirs.
+          sequence: for sequence parallelism, two patterns: of the layer whose output, of shape
+            (batch, sequence, features), enters the first block, and of the one behind the last
+            block whose output is whole again, such as ("embeddings_add", "^layer_norm"). What lies
+            between, and between the split layers, works on a shard of the sequence.
 
         Raises:
-          ValueError: no model, or one whose inputs are not known.
+          ValueError: no model, or one whose inputs are not known; `sequence` is no such pair.
         """
         found = structure.read(model, inputs)
         choice = structure.choose(found, mesh.model)
         paths = [path for path in choice.axes if path in choice.padded]
         rules = structure.rules(choice.axes, found.shapes)
         pad = [p for p in rules if any(re.search(p, path) for path in paths)]
+        if sequence is not None:
+            rules |= _sequence_rules(sequence, choice)
         layouts = cls(rules, pad)
         layouts.explanation = "\n".join(choice.reasons)
         return layouts
@@ -274,6 +280,31 @@ class LayoutMap:
             near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
             lines.append(f"rule {pattern!r} matches nothing; nearest paths: {near}")
         raise ValueError("; ".join(lines))
+
+
+def _sequence_rules(sequence, choice):
+    """Rules that split the sequence over `model` between split layers.
+
+    Row-split products are reduced and scattered, column-split layers gather their input; their
+    gradients do the reverse (Korthikanti et al. 2022, section 4.2.2).
+    """
+    if not isinstance(sequence, (tuple, list)) or len(sequence) != 2:
+        raise ValueError(
+            "sequence must be two patterns of layers, where the split of the sequence begins and "
+            f"where it ends; received {sequence!r}"
+        )
+    whole, split = ("data", None, None), ("data", "model", None)
+    first, last = (pattern.rstrip("$") for pattern in sequence)
+    rules = {
+        f"{first}/output": {"axes": [whole, split]},
+        f"{last}/output": {"axes": [split, whole]},
+    }
+    layer_rules = lambda paths: structure.rules(dict.fromkeys(paths, True), paths)
+    for pattern in layer_rules(choice.columns):
+        rules[pattern.rstrip("$") + "/input$"] = {"axes": [split, whole]}
+    for pattern in layer_rules(choice.rows):
+        rules[pattern.rstrip("$") + "/output$"] = {"axes": split, "gradient": whole}
+    return rules
 
 
 def _is_for_activation(pattern):

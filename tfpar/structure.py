@@ -65,11 +65,13 @@ class Structure:
       classes: every `Dims` with a weight among its dims, in the order of the weights.
       shapes: {path of a weight: its shape}.
       tensors: the classes of each tensor's dims, a list of tuples.
+      summed: the (path, dim) of weights that a product sums over.
     """
 
     classes: list
     shapes: dict
     tensors: list
+    summed: set
 
 
 def read(model, inputs=None):
@@ -159,6 +161,7 @@ class _Tracer:
         self._kept = []  # tensors, so that ids stay theirs
         self._weights = {}  # id of a tensor that is but a weight: that weight's path
         self._shapes = {}
+        self._summed = set()
 
     def weight(self, tensor, path):
         dims = self._new(tensor)
@@ -175,7 +178,7 @@ class _Tracer:
                 if root.weights:
                     classes[id(root)] = root
         tensors = [tuple(dim.root() for dim in dims) for dims in self._dims.values()]
-        return Structure(list(classes.values()), self._shapes, tensors)
+        return Structure(list(classes.values()), self._shapes, tensors, self._summed)
 
     def of(self, tensor):
         return self._dims[id(tensor)] if id(tensor) in self._dims else self._new(tensor)
@@ -273,8 +276,22 @@ class _Tracer:
         for name in set(left) & set(right) - set(out):
             if by_weight:
                 dims[name][0].root().sums.append(self._where(op))
+                for tensor, names in ((a, left), (b, right)):
+                    if id(tensor) in self._weights:
+                        self._summed |= set(self._origins(tensor, names.index(name)))
             else:
                 dims[name][0].stop(("summed between activations", self._where(op)))
+
+    def _origins(self, tensor, k):
+        """The (path, dim) of the weight whose dim `k` of a tensor is."""
+        path = self._weights[id(tensor)]
+        own = self.of(tensor)[k]
+        size = tensor.shape[k]
+        shape = self._shapes[path]
+        matches = [
+            (p, dim) for p, dim in own.root().weights if p == path and shape[dim] <= size
+        ]
+        return matches[:1]
 
     def _MatMul(self, op):
         left = "km" if op.get_attr("transpose_a") else "mk"
@@ -379,12 +396,16 @@ class _Tracer:
     def _StridedSlice(self, op):
         source, target = op.inputs[0], op.outputs[0]
         mask = lambda name, k: op.get_attr(name) >> k & 1
-        if op.get_attr("ellipsis_mask") or tf.get_static_value(op.inputs[3]) is None:
-            return self._stop_all(op, "sliced")
+        given = op.inputs[1].shape[0]
+        indexed = sum(not mask("new_axis_mask", k) for k in range(given))
         i = j = 0
-        for k in range(op.inputs[1].shape[0]):
+        for k in range(given):
             if mask("new_axis_mask", k):
                 j += 1
+            elif mask("ellipsis_mask", k):
+                for _ in range(source.shape.rank - indexed + 1):
+                    self._slice(op, source, i, target, j)
+                    i, j = i + 1, j + 1
             elif mask("shrink_axis_mask", k):
                 self.of(source)[i].stop(("indexed", self._where(op)))
                 i += 1
@@ -492,11 +513,15 @@ class Choice:
     Attributes:
       axes: {path: axes}, of split weights only.
       padded: the paths among them with a dim that `model` does not divide.
+      columns: paths of layers that take whole inputs and make split outputs.
+      rows: paths of layers that take split inputs and whose products are summed.
       reasons: lines of text: what was split and why, what was left whole and why.
     """
 
     axes: dict
     padded: frozenset
+    columns: list
+    rows: list
     reasons: list
 
 
@@ -549,7 +574,23 @@ def choose(structure, degree):
         if path not in axes and degree > 1:
             found = [f"dim {k}: {why}" for dims, why in whole for p, k in dims.weights if p == path]
             reasons.append(f"whole {path} {shape}: {'; '.join(found) or 'no matrix goes with it'}")
-    return Choice(axes, frozenset(padded), _collapsed(reasons))
+    columns, rows = _ends(structure, chosen)
+    return Choice(axes, frozenset(padded), columns, rows, _collapsed(reasons))
+
+
+def _ends(structure, chosen):
+    """The layers at which splits begin (columns) and end in a sum (rows), by their paths."""
+    columns, rows = [], []
+    layer_of = lambda path: path.rpartition("/")[0]
+    tables = {layer_of(p) for dims in structure.classes if dims.lookups for p, _ in dims.weights}
+    for dims in chosen.values():
+        for path, k in dims.weights:
+            layer = layer_of(path)
+            if len(structure.shapes[path]) < 2 or layer in tables:
+                continue
+            summed = (path, k) in structure.summed
+            (rows if summed else columns).append(layer)
+    return list(dict.fromkeys(columns)), list(dict.fromkeys(rows))
 
 
 def _obstacle(dims, degree):

@@ -267,6 +267,11 @@ class ShardedVariable(dtensor.DVariable):
         return self._read_layout
 
     @property
+    def padded_read_layout(self):
+        """The `dtensor.Layout` of `padded_value`: `read_layout`, with padded dims split."""
+        return self._padded_read_layout
+
+    @property
     def slot_layout(self):
         """The `dtensor.Layout` of its optimizer slots."""
         return self._slot_layout

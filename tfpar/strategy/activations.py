@@ -59,6 +59,14 @@ def _check_rank(x, constraint, source):
 
 
 def _constrain(x, constraint, source):
+    """`x` laid out; once, however many layers ask for it."""
+    known = x.__dict__.setdefault("_tfpar_laid_out", {}) if hasattr(x, "__dict__") else {}
+    if constraint not in known:
+        known[constraint] = _lay_out(x, constraint, source)
+    return known[constraint]
+
+
+def _lay_out(x, constraint, source):
     _check_rank(x, constraint, source)
     mesh = tf.distribute.get_strategy().mesh
     chain = lambda layouts: [mesh.layout(_fitting(x.shape, axes, mesh, source)) for axes in layouts]
@@ -101,20 +109,13 @@ def _by_rule(layer, end, values):
         return values
     pattern, constraint = found
     source = f"rule {pattern!r}: {constraint}"
-    done = {}  # a tensor that is given twice, as query and value, is laid out once
-
-    def one(x):
-        if not tf.is_tensor(x) or not x.dtype.is_floating or x.shape.rank != constraint.rank:
-            return x
-        if id(x) not in done:
-            done[id(x)] = _constrain(x, constraint, source)
-        return done[id(x)]
-
-    laid_out = tf.nest.map_structure(one, values)
-    if not done:
+    fits = lambda x: tf.is_tensor(x) and x.dtype.is_floating and x.shape.rank == constraint.rank
+    if not any(map(fits, tf.nest.flatten(values))):
         shapes = [tuple(x.shape) for x in tf.nest.flatten(values) if tf.is_tensor(x)]
         raise ValueError(f"{source} is for {constraint.rank} dims; {path!r} has shapes {shapes}")
-    return laid_out
+    return tf.nest.map_structure(
+        lambda x: _constrain(x, constraint, source) if fits(x) else x, values
+    )
 
 
 def install():

@@ -131,7 +131,7 @@ def install():
         table = self._embeddings.value
         if not in_step() or not isinstance(table, ShardedVariable):
             return stock_lookup(self, inputs, *args, **kwargs)
-        rows_split = table.read_layout.sharding_specs[0] == "model"
+        rows_split = table.padded_read_layout.sharding_specs[0] == "model"
         plain = not self.lora_enabled and self.quantization_mode is None
         if rows_split and plain:
             ids = tf.cast(inputs, tf.int32)
