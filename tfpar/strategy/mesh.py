@@ -269,9 +269,9 @@ class _Extended(_tf.StrategyExtendedV1):
 
     def _layouts_of_slot(self, weight, optimizer):
         """How a variable of an optimizer is held that goes with a weight of its shape."""
-        zero = self._strategy.zero
-        if getattr(optimizer, "holds_gradients", False) and zero < 2:
-            return dict(layout=weight.layout, slot_layout=weight.slot_layout, pad=True)
+        if getattr(optimizer, "holds_gradients", False):
+            layout = weight.slot_layout if self._strategy.zero >= 2 else weight.layout
+            return dict(layout=layout, slot_layout=weight.slot_layout, pad=True)
         if _updates_whole(optimizer, weight):
             weight.update_whole()
         return dict(layout=weight.slot_layout, pad=True, updated_whole=weight.is_updated_whole)
