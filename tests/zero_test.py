@@ -84,7 +84,9 @@ def train(build, strategy, optimizer, steps=None, rows=(8, 8, 5), **kwargs):
 
 def assert_same(build, data, model, stage, optimizer, layouts=None, **kwargs):
     want = train(build, None, optimizer, **kwargs)
-    found = train(build, tfpar.MeshStrategy(mesh(data, model), layouts, zero=stage), optimizer, **kwargs)
+    found = train(
+        build, tfpar.MeshStrategy(mesh(data, model), layouts, zero=stage), optimizer, **kwargs
+    )
     for variable, a, b in zip(want.weights, found.get_weights(), want.get_weights()):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9, err_msg=variable.path)
 
@@ -162,9 +164,7 @@ def test_bytes_equal_the_formula(stage):
     model = train(even, tfpar.MeshStrategy(mesh(4), zero=stage), O.Adam, steps=4)
     optimizer = model.optimizer
     state = [v for v in optimizer.variables if len(v.shape)] + model.trainable_variables
-    want = zero.bytes_per_device(
-        model.count_params(), 4, stage, weight=4, gradient=4, slots=8
-    )
+    want = zero.bytes_per_device(model.count_params(), 4, stage, weight=4, gradient=4, slots=8)
     np.testing.assert_array_equal(bytes_held(state, 4), int(want))
 
 

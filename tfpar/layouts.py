@@ -83,7 +83,7 @@ class LayoutMap:
     """
 
     def __init__(self, rules=None, pad=()):
-        self._rules = {}
+        self._rules: dict = {}
         self.explanation = ""
         for pattern, axes in dict(rules or {}).items():
             self[pattern] = axes
@@ -295,7 +295,7 @@ def _sequence_rules(sequence, choice):
         )
     whole, split = ("data", None, None), ("data", "model", None)
     first, last = (pattern.rstrip("$") for pattern in sequence)
-    rules = {
+    rules: dict = {
         f"{first}/output": {"axes": [whole, split]},
         f"{last}/output": {"axes": [split, whole]},
     }

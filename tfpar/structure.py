@@ -128,7 +128,7 @@ def _specs(model, inputs):
             raise ValueError(
                 f"model {model.name!r} does not know its inputs; give a batch of them as inputs="
             )
-        inputs = model.input
+        inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
     elif not model.built:
         model.build(tf.nest.map_structure(lambda x: tuple(x.shape), inputs))
     fixed = lambda shape: [UNKNOWN.get(k, 32) if n is None else int(n) for k, n in enumerate(shape)]
@@ -138,17 +138,101 @@ def _specs(model, inputs):
 
 
 _ELEMENTWISE = frozenset(
-    """Abs Add AddN AddV2 BiasAdd Cast Ceil CheckNumerics ClipByValue Cos Div DivNoNan Elu Equal Erf
-    Erfc Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity IdentityN Inv Invert
-    IsFinite IsInf IsNan LeakyRelu Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum
-    Minimum Mod Mul MulNoNan Neg NotEqual OnesLike Pow PreventGradient RealDiv Reciprocal Relu
-    Relu6 Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Softplus Softsign Sqrt Square
-    SquaredDifference StopGradient Sub Tan Tanh Xdivy Xlogy ZerosLike""".split()
+    [
+        "Abs",
+        "Add",
+        "AddN",
+        "AddV2",
+        "BiasAdd",
+        "Cast",
+        "Ceil",
+        "CheckNumerics",
+        "ClipByValue",
+        "Cos",
+        "Div",
+        "DivNoNan",
+        "Elu",
+        "Equal",
+        "Erf",
+        "Erfc",
+        "Exp",
+        "Expm1",
+        "Floor",
+        "FloorDiv",
+        "FloorMod",
+        "Greater",
+        "GreaterEqual",
+        "Identity",
+        "IdentityN",
+        "Inv",
+        "Invert",
+        "IsFinite",
+        "IsInf",
+        "IsNan",
+        "LeakyRelu",
+        "Less",
+        "LessEqual",
+        "Log",
+        "Log1p",
+        "LogicalAnd",
+        "LogicalNot",
+        "LogicalOr",
+        "Maximum",
+        "Minimum",
+        "Mod",
+        "Mul",
+        "MulNoNan",
+        "Neg",
+        "NotEqual",
+        "OnesLike",
+        "Pow",
+        "PreventGradient",
+        "RealDiv",
+        "Reciprocal",
+        "Relu",
+        "Relu6",
+        "Round",
+        "Rsqrt",
+        "Select",
+        "SelectV2",
+        "Selu",
+        "Sigmoid",
+        "Sign",
+        "Sin",
+        "Softplus",
+        "Softsign",
+        "Sqrt",
+        "Square",
+        "SquaredDifference",
+        "StopGradient",
+        "Sub",
+        "Tan",
+        "Tanh",
+        "Xdivy",
+        "Xlogy",
+        "ZerosLike",
+    ]
 )
-_REDUCTIONS = frozenset("All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum".split())
+_REDUCTIONS = frozenset(
+    ["All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"]
+)
+_STILL_A_WEIGHT = ("Cast", "Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze")
 _FRESH = frozenset(
-    """Const Fill Placeholder Range Rank Shape ShapeN Size StatelessRandomGetKeyCounter
-    StatelessRandomNormalV2 StatelessRandomUniformV2 NoOp Assert""".split()
+    [
+        "Const",
+        "Fill",
+        "Placeholder",
+        "Range",
+        "Rank",
+        "Shape",
+        "ShapeN",
+        "Size",
+        "StatelessRandomGetKeyCounter",
+        "StatelessRandomNormalV2",
+        "StatelessRandomUniformV2",
+        "NoOp",
+        "Assert",
+    ]
 )
 
 
@@ -199,9 +283,8 @@ class _Tracer:
             rule(op)
         else:
             self._stop_all(op, f"used by {op.type}")
-        if op.type in ("Cast", "Identity", "Reshape", "Transpose", "ExpandDims", "Squeeze"):
-            if id(op.inputs[0]) in self._weights and op.outputs:
-                self._weights[id(op.outputs[0])] = self._weights[id(op.inputs[0])]
+        if op.type in _STILL_A_WEIGHT and id(op.inputs[0]) in self._weights:
+            self._weights[id(op.outputs[0])] = self._weights[id(op.inputs[0])]
 
     def _where(self, op):
         """The path of the layer that an op belongs to."""
@@ -288,9 +371,7 @@ class _Tracer:
         own = self.of(tensor)[k]
         size = tensor.shape[k]
         shape = self._shapes[path]
-        matches = [
-            (p, dim) for p, dim in own.root().weights if p == path and shape[dim] <= size
-        ]
+        matches = [(p, dim) for p, dim in own.root().weights if p == path and shape[dim] <= size]
         return matches[:1]
 
     def _MatMul(self, op):
@@ -528,8 +609,8 @@ class Choice:
 def choose(structure, degree):
     """Chooses which classes to split over `degree` devices.
 
-    Greedy: classes in the order of how many weights they split, unless a tensor would then be split
-    along two of its dims.
+    A tensor is split along one dim at most: of the classes that meet in a tensor, those are taken
+    that split the most weights together.
 
     Args:
       structure: a `Structure`.
@@ -541,25 +622,27 @@ def choose(structure, degree):
     size_of = lambda path: math.prod(structure.shapes[path])
     total = sum(size_of(path) for path in structure.shapes)
     matrices = lambda dims: {p for p, _ in dims.weights if len(structure.shapes[p]) > 1}
-    gain = {id(dims): sum(size_of(path) for path in matrices(dims)) for dims in structure.classes}
-    chosen, reasons = {}, []
-    order = sorted(structure.classes, key=lambda dims: -gain[id(dims)])
-    whole = []
-    repeats = {id(half.root()): dims for dims in structure.classes for half in dims.halves}
-    for dims in order if degree > 1 else []:
+    gains = {id(dims): sum(map(size_of, matrices(dims))) for dims in structure.classes}
+    sharing = {id(half.root()): dims for dims in structure.classes for half in dims.halves}
+    candidates, whole = [], []
+    for dims in structure.classes if degree > 1 else []:
         if not matrices(dims):
             continue
         why = _obstacle(dims, degree)
-        if why is None and id(dims) in repeats:
-            why = _obstacle(repeats[id(dims)], degree)
-        if why is None and len(matrices(dims)) == 1 and gain[id(dims)] * 100 < total:
-            why = "not worth it: less than 1% of the weights"
-        if why is None and _clashes(structure, dims, chosen):
-            why = "another dim of the same tensors is split"
+        if id(dims) in sharing:
+            why = why or _obstacle(sharing[id(dims)], degree)
+        elif len(matrices(dims)) == 1 and not dims.lookups:
+            if dims.sums:
+                why = why or "not worth it: an all-reduce for one matrix"
+            elif gains[id(dims)] * 20 < total:
+                why = why or "not worth it: less than 5% of the weights"
         if why is None:
-            chosen[id(dims)] = dims
+            candidates.append(dims)
         else:
             whole.append((dims, why))
+    chosen = _compatible(candidates, structure.tensors, gains)
+    left = [dims for dims in candidates if id(dims) not in chosen]
+    whole += [(dims, "another dim of the same tensors is split") for dims in left]
     axes, padded = {}, set()
     for dims in chosen.values():
         for path, k in dims.weights:
@@ -567,8 +650,9 @@ def choose(structure, degree):
             axes[path] = tuple("model" if i == k else None for i in range(len(shape)))
             if shape[k] % degree:
                 padded.add(path)
+    reasons = []
     for dims in chosen.values():
-        cost = "repeated for the query heads" if id(dims) in repeats else _cost(dims)
+        cost = "repeated for the query heads" if id(dims) in sharing else _cost(dims)
         reasons.append(f"split {_members(dims, structure)}: {cost}")
     for path, shape in structure.shapes.items():
         if path not in axes and degree > 1:
@@ -578,9 +662,51 @@ def choose(structure, degree):
     return Choice(axes, frozenset(padded), columns, rows, _collapsed(reasons))
 
 
+def _compatible(candidates, tensors, gains):
+    """The classes to take, no two of which meet in a tensor, with the largest gain: {id: class}."""
+    known = {id(dims): dims for dims in candidates}
+    meets: dict = {key: set() for key in known}
+    for tensor in tensors:
+        here = [id(dims) for dims in tensor if id(dims) in known]
+        for key in here:
+            meets[key] |= {other for other in here if other != key}
+            if here.count(key) > 1:  # it would be split twice
+                known.pop(key, None)
+    taken: set = set()
+    rest = set(known)
+    while rest:
+        group, stack = set(), [next(iter(rest))]
+        while stack:
+            key = stack.pop()
+            if key not in group:
+                group.add(key)
+                stack += meets[key] & rest
+        rest -= group
+        taken |= _heaviest(sorted(group, key=lambda key: -gains[key]), meets, gains)
+    return {key: dims for key, dims in known.items() if key in taken}
+
+
+def _heaviest(group, meets, gains):
+    """Of keys in the order of their gains, those with the largest sum no two of which meet.
+
+    Exact for groups of up to 16, which blocks of layers make; of larger ones greedily.
+    """
+    if not group:
+        return set()
+    first, *others = group
+    apart = [key for key in others if key not in meets[first]]
+    with_first = {first} | _heaviest(apart, meets, gains)
+    if len(group) > 16 or len(apart) == len(others):
+        return with_first
+    without = _heaviest(others, meets, gains)
+    weight = lambda keys: sum(gains[key] for key in keys)
+    return with_first if weight(with_first) >= weight(without) else without
+
+
 def _ends(structure, chosen):
     """The layers at which splits begin (columns) and end in a sum (rows), by their paths."""
-    columns, rows = [], []
+    columns: list[str] = []
+    rows: list[str] = []
     layer_of = lambda path: path.rpartition("/")[0]
     tables = {layer_of(p) for dims in structure.classes if dims.lookups for p, _ in dims.weights}
     for dims in chosen.values():
@@ -604,13 +730,6 @@ def _obstacle(dims, degree):
     if dims.lookups and len(dims.sizes) == 1 and (-sizes[0] % degree) * 8 <= sizes[0]:
         return None  # a vocabulary is padded
     return f"{sizes[0]} is not a multiple of model={degree}"
-
-
-def _clashes(structure, dims, chosen):
-    return any(
-        any(other is dims for other in tensor) and any(id(other) in chosen for other in tensor)
-        for tensor in structure.tensors
-    ) or any(sum(other is dims for other in tensor) > 1 for tensor in structure.tensors)
 
 
 def _members(dims, structure):
@@ -652,7 +771,7 @@ def rules(axes, paths):
       A dict of pattern -> axes.
     """
     pattern = lambda path: "^" + re.sub(r"\d+", r"\\d+", re.escape(path)) + "$"
-    groups = {}
+    groups: dict = {}
     for path in paths:
         groups.setdefault(pattern(path), set()).add(axes.get(path))
     found = {}

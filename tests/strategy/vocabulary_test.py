@@ -13,7 +13,9 @@ L = keras.layers
 
 def strategy_on(data, model, layouts=None, **kwargs):
     devices = [f"CPU:{i}" for i in range(data * model)]
-    return tfpar.MeshStrategy(tfpar.Mesh(data=data, model=model, devices=devices), layouts, **kwargs)
+    return tfpar.MeshStrategy(
+        tfpar.Mesh(data=data, model=model, devices=devices), layouts, **kwargs
+    )
 
 
 def network(kind, size, width=8):
@@ -162,6 +164,16 @@ def test_negative_ids_count_from_the_end(float64):
         layer.build()
     layer.embeddings.assign(table)
     np.testing.assert_array_equal(strategy.run(layer, args=(ids,)), table[ids])
+
+
+def test_ids_that_the_table_does_not_have(float64):
+    """Also those of the padding: 10 rows on 4 devices are stored as 12."""
+    strategy = strategy_on(1, 4, {"table": ("model", None)})
+    with strategy.scope():
+        layer = L.Embedding(10, 4, name="table")
+        layer.build()
+    rows = strategy.run(layer, args=(np.array([[9, 10], [-10, -11], [0, 99]]),))
+    np.testing.assert_array_equal(np.isnan(rows[..., 0]), [[0, 1], [0, 1], [0, 1]])
 
 
 def test_a_layer_that_cannot_be_padded_is_refused():

@@ -135,7 +135,7 @@ def install():
 
     @functools.wraps(stock_matmul)
     def matmul(x1, x2):
-        layouts = getattr(tf.distribute.get_strategy(), "layouts", None)
+        layouts = getattr(tf.distribute.get_strategy(), "layouts", LayoutMap())
         if not in_step() or len(x1.shape) < 3 or len(x2.shape) != 2 or not layouts.of_activations:
             return stock_matmul(x1, x2)
         # Keras merges all dims of x1 but the last. Behind that, DTensor cannot leave each device its

@@ -77,10 +77,9 @@ def collectives():
     for name in _tf.function_names():
         if name in before:
             continue
-        try:
+        # A dataset's functions may be gone meanwhile; a step's stay while the model lives.
+        with contextlib.suppress(tf.errors.NotFoundError):
             found.extend(_read(_tf.function_def(name)))
-        except tf.errors.NotFoundError:
-            pass  # gone meanwhile: a dataset's, for a step's stay while the model lives
 
 
 def _read(function):

@@ -13,8 +13,8 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import _tf
-from tfpar.strategy import data as data_lib
 from tfpar.strategy import activations, rules, vocabulary
+from tfpar.strategy import data as data_lib
 from tfpar.variables import ShardedVariable, in_step, to_host
 
 

@@ -25,7 +25,7 @@ def _mesh():
 
 def _batch_axes(tensor, mesh):
     """The axes of a tensor whose dim 0 is a batch, if that divides."""
-    axes = [None] * tensor.shape.rank
+    axes: list = [None] * tensor.shape.rank
     if axes and tensor.shape[0] is not None and tensor.shape[0] % mesh.data == 0:
         axes[0] = "data"
     return axes
@@ -45,6 +45,7 @@ def lookup(table, ids, mesh):
 
     Each device looks up the ids whose rows it holds and takes zeros for the others; one all-reduce
     of the rows adds them up (Megatron-LM, section 3). The gradient is sparse, as that of a gather.
+    Ids that the table does not have give NaN: no device can raise an error for all.
 
     Args:
       table: a `ShardedVariable` of shape (rows, width).
@@ -70,7 +71,9 @@ def lookup(table, ids, mesh):
         rows = tf.gather(parts, tf.where(here, places, 0), axis=1, batch_dims=1)
         rows = tf.where(tf.expand_dims(here, -1), rows, tf.zeros((), rows.dtype))
         rows = dtensor.relayout(rows, mesh.layout(["model", *batch, None]))
+        known = tf.logical_and(ids >= 0, ids < count)
         rows = lay_out_rows(tf.reduce_sum(rows, 0), mesh)
+        rows = tf.where(tf.expand_dims(known, -1), rows, tf.cast(np.nan, rows.dtype))
 
     def backward(gradient):
         gradient = tf.reshape(gradient, [-1, width])
@@ -113,9 +116,14 @@ def _with_dtype(logits, dtype):
     return found
 
 
+def _held(weight):
+    """The `ShardedVariable` of a Keras variable; `value` would be cast under a mixed policy."""
+    value = getattr(weight, "_value", None)
+    return value if isinstance(value, ShardedVariable) else None
+
+
 def _padded(weight):
-    value = getattr(weight, "value", None)
-    return in_step() and isinstance(value, ShardedVariable) and value.is_padded
+    return in_step() and _held(weight) is not None and _held(weight).is_padded
 
 
 def install():
@@ -128,8 +136,8 @@ def install():
 
     @functools.wraps(stock_lookup)
     def embedding(self, inputs, *args, **kwargs):
-        table = self._embeddings.value
-        if not in_step() or not isinstance(table, ShardedVariable):
+        table = _held(self._embeddings)
+        if not in_step() or table is None:
             return stock_lookup(self, inputs, *args, **kwargs)
         rows_split = table.padded_read_layout.sharding_specs[0] == "model"
         plain = not self.lora_enabled and self.quantization_mode is None
@@ -152,7 +160,7 @@ def install():
     @functools.wraps(stock_dense)
     def dense(self, inputs, *args, **kwargs):
         linear = self.activation is None or self.activation is keras.activations.linear
-        if not linear or not _padded(self._kernel) or _padded_rows(self._kernel.value):
+        if not linear or not _padded(self._kernel) or _padded_rows(_held(self._kernel)):
             return stock_dense(self, inputs, *args, **kwargs)
         with stored_scope():
             logits = stock_dense(self, inputs, *args, **kwargs)
