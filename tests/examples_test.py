@@ -59,3 +59,15 @@ def test_flags_that_make_no_sense_are_refused(script, flag, message, tmp_path):
     assert code != 0
     assert message in out + err
     assert "Traceback" not in err
+
+
+@pytest.mark.timeout(300)
+def test_fine_tuning_from_a_plain_file_to_a_plain_file(tmp_path):
+    pytest.importorskip("keras_hub")
+    code, out, err = run("finetune", "--quick", "--zero=3", f"--logdir={tmp_path}")
+    assert code == 0, out + err
+    before, after = map(float, re.search(r"before (\S+), after (\S+) nats", out).groups())
+    assert after < before, "it has learnt nothing"
+    assert float(re.search(r"difference of a logit: (\S+)", out)[1]) < 1e-3
+    assert "split token_embedding/embeddings (101, 16)" in out
+    assert "padded to 104" in out
