@@ -93,13 +93,14 @@ def jax_shard(variable):
 # tfpar.
 
 
-def mesh(data=1, model=1, micro_batches=1):
+def mesh(data=1, model=1, more_layouts=None, **kwargs):
     def scope(layouts):
         import tfpar
 
         tfpar.virtual_devices(data * model)
         mesh = tfpar.Mesh(data=data, model=model)
-        return tfpar.MeshStrategy(mesh, layouts, micro_batches).scope()
+        layouts = {**layouts, **(more_layouts or {})}
+        return tfpar.MeshStrategy(mesh, layouts, **kwargs).scope()
 
     return Peer(scope, largest_shard, devices=data * model)
 
@@ -134,4 +135,12 @@ PARTED = {
     "tfpar": mesh(),
     f"tfpar micro_batches={PARTS}": mesh(micro_batches=PARTS),
 }
-ALL = {**PEERS, **PARTED}
+
+# For ZeRO, beside "tfpar data=4".
+ZERO = {f"tfpar data=4 zero={stage}": mesh(data=4, zero=stage) for stage in (1, 2, 3)}
+
+# For the workload "vocabulary", beside "tfpar model=4": logits gathered before the loss.
+GATHERED = {
+    "tfpar model=4 gathered": mesh(model=4, more_layouts={"logits/output": ("data", None, None)}),
+}
+ALL = {**PEERS, **PARTED, **ZERO, **GATHERED}

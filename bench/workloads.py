@@ -1,4 +1,4 @@
-"""What is trained: three models, from arithmetic-bound to nothing but host overhead.
+"""What is trained: models from arithmetic-bound to nothing but host overhead.
 
 Keras is imported inside the functions: the peer decides first which backend it runs on.
 """
@@ -58,6 +58,44 @@ def transformer_batch(rng):
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def gpt2():
+    """KerasHub's GPT-2, as small as `transformer`, its table making the logits too."""
+    import keras
+    import keras_hub
+
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=VOCABULARY,
+        num_layers=BLOCKS,
+        num_heads=HEADS,
+        hidden_dim=WIDTH,
+        intermediate_dim=4 * WIDTH,
+        max_sequence_length=SEQUENCE,
+        dropout=0.0,
+    )
+    tokens = keras.Input((SEQUENCE,), dtype="int32")
+    hidden = backbone({"token_ids": tokens, "padding_mask": keras.ops.ones_like(tokens)})
+    return keras.Model(tokens, backbone.token_embedding(hidden, reverse=True))
+
+
+LARGE_VOCABULARY = 32000
+
+
+def vocabulary():
+    """Next to nothing but a table, and logits of 32,000 classes."""
+    import keras
+
+    layers = keras.layers
+    tokens = keras.Input((SEQUENCE,), dtype="int32")
+    x = layers.Embedding(LARGE_VOCABULARY, 64, name="embedding")(tokens)
+    x = layers.LayerNormalization(name="norm")(x)
+    return keras.Model(tokens, layers.Dense(LARGE_VOCABULARY, name="logits")(x))
+
+
+def vocabulary_batch(rng):
+    tokens = rng.integers(LARGE_VOCABULARY, size=(16, SEQUENCE + 1), dtype="int32")
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 def mlp(inputs, hidden, outputs):
     import keras
 
@@ -113,6 +151,33 @@ WORKLOADS = {
             "logits/bias": ("model",),
         },
         steps=4,
+    ),
+    # What LayoutMap.auto chooses.
+    "gpt2": Workload(
+        build=gpt2,
+        batch=transformer_batch,
+        loss=transformer_loss,
+        layouts={
+            r"self_attention/(query|key|value)/kernel": (None, "model", None),
+            r"self_attention/(query|key|value)/bias": ("model", None),
+            r"self_attention/attention_output/kernel": ("model", None, None),
+            r"feedforward_intermediate_dense/kernel": (None, "model"),
+            r"feedforward_intermediate_dense/bias": ("model",),
+            r"feedforward_output_dense/kernel": ("model", None),
+            r"token_embedding/embeddings": ("model", None),
+        },
+        steps=4,
+    ),
+    "vocabulary": Workload(
+        build=vocabulary,
+        batch=vocabulary_batch,
+        loss=transformer_loss,
+        layouts={
+            "embedding/embeddings": ("model", None),
+            "logits/kernel": (None, "model"),
+            "logits/bias": ("model",),
+        },
+        steps=2,
     ),
     "mlp": Workload(
         build=lambda: mlp(512, 2048, 512),

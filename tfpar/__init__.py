@@ -10,7 +10,7 @@ import keras
 
 _versions.check_backend(keras.backend.backend())
 
-from tfpar import layers, scaling
+from tfpar import layers, scaling, zero
 from tfpar.accumulation import AccumulatingOptimizer
 from tfpar.denominators import weigh
 from tfpar.layouts import LayoutMap
@@ -30,4 +30,5 @@ __all__ = [
     "scaling",
     "virtual_devices",
     "weigh",
+    "zero",
 ]
