@@ -45,9 +45,9 @@ def update_scope():
     return _marked("updating")
 
 
-def stored_scope():
-    """Marks code of a step in which padded variables read as they are stored, padding included."""
-    return _marked("stored")
+def padded_scope():
+    """Marks code of a step in which variables read with the padding of split dims."""
+    return _marked("padded")
 
 
 def _on(name):
@@ -197,9 +197,9 @@ class ShardedVariable(dtensor.DVariable):
     """A variable whose value lives on a mesh in a layout.
 
     Where an axis does not divide a dim, zeros are stored behind it. `shape`, the values outside a
-    step and those that a model reads in a step are without; its gradient is with them. In an `update_scope`
-    a variable reads as its optimizer slots are stored, so that an update needs no communication
-    but that of its result.
+    step and those that a model reads in a step are without; its gradient has them where the model
+    could read the dim split. In an `update_scope` a variable reads as its optimizer slots are stored,
+    so that an update needs no communication but that of its result.
 
     Args:
       initial_value: the whole value: an array, a tensor, or a function that makes one.
@@ -242,11 +242,11 @@ class ShardedVariable(dtensor.DVariable):
                 packed = to_mesh(_fit(initial_value, self._stored_shape), layout)
             except ValueError as error:
                 raise ValueError(f"variable {path!r}: {error}") from None
-        self._read_layout = self._padded_read_layout = read_layout or layout
-        if self._stored_shape != shape:
-            kept = zip(self._read_layout.sharding_specs, shape, self._stored_shape)
-            specs = [spec if n == stored else dtensor.UNSHARDED for spec, n, stored in kept]
-            self._read_layout = dtensor.Layout(specs, layout.mesh)
+        self._padded_read_layout = read_layout or layout
+        self._padded_shape = padded_shape(shape, self._padded_read_layout) if pad else shape
+        kept = zip(self._padded_read_layout.sharding_specs, shape, self._padded_shape)
+        specs = [spec if n == padded else dtensor.UNSHARDED for spec, n, padded in kept]
+        self._read_layout = dtensor.Layout(specs, layout.mesh)
         self._slot_layout = self._update_layout = slot_layout or layout
         self._slot_shape = self._update_shape = padded_shape(self._stored_shape, self._slot_layout)
         self._gradient_layout = gradient_layout
@@ -293,6 +293,11 @@ class ShardedVariable(dtensor.DVariable):
         return self._is_updated_whole
 
     @property
+    def padded_shape(self):
+        """The shape of `padded_value` and of its gradient in a step (a tuple of ints)."""
+        return self._padded_shape
+
+    @property
     def stored_shape(self):
         """The global shape of what is stored, padding included (a tuple of ints)."""
         return self._stored_shape
@@ -332,8 +337,8 @@ class ShardedVariable(dtensor.DVariable):
                 value = super()._read_variable_op(no_copy)
                 if updating:
                     return _laid_out(value, self._update_layout, self._update_shape)
-                if _on("stored"):
-                    value = dtensor.relayout(value, self._padded_read_layout)
+                if _on("padded"):
+                    value = _laid_out(value, self._padded_read_layout, self._padded_shape)
                 else:
                     value = _laid_out(value, self._read_layout, tuple(self.shape))
             backward = self._lay_out_gradient
@@ -358,8 +363,9 @@ class ShardedVariable(dtensor.DVariable):
         return same and self._gradient_layout is None
 
     def padded_value(self):
-        """In a step: its value as a model reads it, with the padding."""
-        return dtensor.relayout(super()._read_variable_op(), self._padded_read_layout)
+        """In a step: its value as a model reads it, with the padding of split dims."""
+        value = super()._read_variable_op()
+        return _laid_out(value, self._padded_read_layout, self._padded_shape)
 
     @property
     def _updates_as_stored(self):
@@ -367,7 +373,7 @@ class ShardedVariable(dtensor.DVariable):
 
     def _lay_out_gradient(self, gradient):
         if isinstance(gradient, tf.IndexedSlices):
-            return [_fit(gradient, self._stored_shape)]
+            return [_fit(gradient, self._padded_shape)]
         # DTensor lets the layouts of consumers spread to their producers, some of which cannot have
         # them: the gradient is first laid out as the value was.
         as_read = tuple(gradient.shape) == tuple(self.shape)
@@ -375,11 +381,9 @@ class ShardedVariable(dtensor.DVariable):
             gradient, self._read_layout if as_read else self._padded_read_layout
         )
         layout = self._gradient_layout
-        if layout is None:
-            layout = self.layout
-        elif padded_shape(self._stored_shape, layout) != self._stored_shape:
-            return [gradient]  # its slots are padded; the update lays it out
-        return [_laid_out(gradient, layout, self._stored_shape)]
+        if layout is None or padded_shape(self._padded_shape, layout) != self._padded_shape:
+            layout = self._padded_read_layout  # where slots are padded the update lays it out
+        return [_laid_out(gradient, layout, self._padded_shape)]
 
     def as_update(self, gradient):
         """In a step: a dense or sparse gradient of this variable in the shape of its slots."""
@@ -422,7 +426,9 @@ class ShardedVariable(dtensor.DVariable):
         """In a step: runs a raw op that takes a value, in whose shape the padding may be missing."""
         value = tf.convert_to_tensor(value, dtype=self.dtype)
         shape = tuple(value.shape)
-        if shape not in (tuple(self.shape), self._stored_shape, self._update_shape):
+        most = [max(sizes) for sizes in zip(self._stored_shape, self._update_shape)]
+        bounds = list(zip(self.shape, shape, most))
+        if len(shape) != len(most) or not all(low <= n <= high for low, n, high in bounds):
             raise ValueError(
                 f"variable {self.path!r} has shape {tuple(self.shape)}; received a value of shape "
                 f"{shape}"

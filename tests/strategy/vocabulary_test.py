@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from fit_test import assert_close, scope
 
 import tfpar
@@ -185,3 +186,27 @@ def test_a_layer_that_cannot_be_padded_is_refused():
 def test_padding_names_a_rule():
     with pytest.raises(ValueError, match=r"pad names no rules: \['b'\]"):
         tfpar.LayoutMap({"a": (None,)}, pad=["b"])
+
+
+def test_the_raw_cross_entropy_is_refused_in_float64(float64):
+    def loss(y, logits):
+        op = tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits
+        found = op(features=tf.reshape(logits, [-1, 13]), labels=tf.reshape(y, [-1])).loss
+        return tf.reshape(found, [8, 5])
+
+    with strategy_on(2, 2).scope():
+        model = network("dense", 13)
+        model.compile("adam", lambda y, z: loss(tf.cast(y, tf.int32), z))
+    with pytest.raises(tfpar.UnsupportedStep, match="wrong where the classes are split"):
+        model.train_on_batch(*sentences(13, 8))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_initial_values_are_those_of_one_device(zero):
+    """Padded over `model`, split over `data`: for the same seed, the same values."""
+    with strategy_on(2, 4, LAYOUTS["untied"], zero=zero).scope():
+        found = network("untied", 13)
+    for variable, want in zip(found.weights, network("untied", 13).get_weights()):
+        np.testing.assert_array_equal(variable.numpy(), want)
+        held = variable.value.shards()[0].shape.num_elements()
+        assert variable.path.startswith("layer_norm") or held <= want.size / 2

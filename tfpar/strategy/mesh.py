@@ -228,7 +228,7 @@ def _as_update(variable, arg):
     """An argument of an update: a gradient in the shape and layout of the variable's slots."""
     if not isinstance(variable, ShardedVariable):
         return arg
-    dense = isinstance(arg, tf.Tensor) and arg.shape in (variable.shape, variable.stored_shape)
+    dense = isinstance(arg, tf.Tensor) and arg.shape in (variable.shape, variable.padded_shape)
     return variable.as_update(arg) if dense or isinstance(arg, tf.IndexedSlices) else arg
 
 

@@ -54,6 +54,8 @@ STATEFUL_WITH_RULE = frozenset(
 # Ops that only differ from a pure function in how long they live, never in their values.
 HARMLESS = frozenset(["AccumulateNV2", "EmptyTensorList", "NoOp", "TensorListReserve"])
 
+CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
+
 # Eager steps have no graph to look into: the ops of common layers that have no rule.
 COMMON_WITHOUT_RULE = [
     "AvgPoolGrad",
@@ -124,7 +126,8 @@ def check_graph(graph, mesh, variable_names):
       variable_names: {id of a variable's handle: its name}, for messages.
 
     Raises:
-      UnsupportedStep: a stateful op without a rule, or a variable that is not on the mesh.
+      UnsupportedStep: a stateful op without a rule, one that DTensor computes wrong, or a variable
+        that is not on the mesh.
     """
     pure = set()
     for inner in _graphs(graph):
@@ -133,6 +136,12 @@ def check_graph(graph, mesh, variable_names):
                 continue
             if op.op_def.is_stateful and op.type not in HARMLESS:
                 raise UnsupportedStep(_stateful(op))
+            if op.type == CROSS_ENTROPY and op.get_attr("T") != tf.float32:
+                raise UnsupportedStep(
+                    f"op {op.type!r} ({op.name!r}) in {op.get_attr('T').name}: DTensor computes it "
+                    "wrong where the classes are split. Use keras.losses, or "
+                    "tf.nn.sparse_softmax_cross_entropy_with_logits, which tfpar mends"
+                )
             pure.add(op.type)
     allow_replicated(pure)
     for outside, inside in list(graph.captures):

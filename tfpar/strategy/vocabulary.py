@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import _tf
-from tfpar.variables import ShardedVariable, in_step, shard_counts, stored_scope
+from tfpar.variables import ShardedVariable, in_step, shard_counts, padded_scope
 
 NO_LOGIT = -1e9  # exp of it is 0 in every dtype
 
@@ -77,7 +77,7 @@ def lookup(table, ids, mesh):
 
     def backward(gradient):
         gradient = tf.reshape(gradient, [-1, width])
-        shape = tf.constant(table.stored_shape)
+        shape = tf.constant(table.padded_shape)
         return [tf.IndexedSlices(gradient, tf.reshape(ids, [-1]), shape)]
 
     _tf.variable_accessed(table)
@@ -123,7 +123,9 @@ def _held(weight):
 
 
 def _padded(weight):
-    return in_step() and _held(weight) is not None and _held(weight).is_padded
+    """Whether, in a step, a weight has padding behind a dim that a layer could read split."""
+    held = _held(weight)
+    return in_step() and held is not None and held.padded_shape != tuple(held.shape)
 
 
 def install():
@@ -153,7 +155,7 @@ def install():
         weight = self._embeddings if self.tie_weights else self.reverse_embeddings
         if not reverse or not _padded(weight):
             return stock_reversible(self, inputs, reverse)
-        with stored_scope():
+        with padded_scope():
             logits = stock_reversible(self, inputs, reverse)
         return split_logits(logits, self.input_dim, _mesh())
 
@@ -162,7 +164,7 @@ def install():
         linear = self.activation is None or self.activation is keras.activations.linear
         if not linear or not _padded(self._kernel) or _padded_rows(_held(self._kernel)):
             return stock_dense(self, inputs, *args, **kwargs)
-        with stored_scope():
+        with padded_scope():
             logits = stock_dense(self, inputs, *args, **kwargs)
         return split_logits(logits, self.units, _mesh())
 
@@ -206,4 +208,4 @@ def install():
 
 
 def _padded_rows(kernel):
-    return kernel.stored_shape[0] != kernel.shape[0]
+    return kernel.padded_shape[0] != kernel.shape[0]
