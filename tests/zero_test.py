@@ -6,6 +6,7 @@ import math
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfpar
 from tfpar import zero
@@ -133,6 +134,50 @@ def test_all_optimizers(name, data, model, stage, float64):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_with_accumulation(stage, float64):
     assert_same(odd, 2, 2, stage, OPTIMIZERS["adam"], ODD_LAYOUTS, steps=2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_train_step_that_mixes_gradients_and_weights(stage, float64):
+    """Gradients have the shapes of their weights, padded or not."""
+
+    class Decaying(keras.Model):
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(data[0], data[1], self(data[0], training=True))
+            weights = self.trainable_variables
+            gradients = tape.gradient(loss, weights)
+            self.optimizer.apply([g + 0.01 * w for g, w in zip(gradients, weights)], weights)
+            return {"loss": loss}
+
+    def build():
+        keras.utils.set_random_seed(3)
+        i = keras.Input((8,))
+        x = L.Dense(7, "tanh", kernel_constraint="max_norm", kernel_regularizer="l2")(i)
+        return Decaying(i, L.Dense(3)(x))
+
+    assert_same(build, 4, 1, stage, lambda: O.Adam(0.05))
+
+
+def test_an_optimizer_of_ones_own(float64):
+    """One that takes means over a weight: it must not see padding."""
+
+    class Scaled(O.Optimizer):
+        def build(self, variables):
+            if not self.built:
+                super().build(variables)
+                self.sums = [self.add_variable_from_reference(v, "sum") for v in variables]
+
+        def update_step(self, gradient, variable, learning_rate):
+            total = self.sums[self._get_variable_index(variable)]
+            gradient = tf.convert_to_tensor(gradient)
+            gradient /= 1e-3 + keras.ops.mean(keras.ops.abs(gradient))
+            self.assign(total, 0.5 * total + gradient)
+            self.assign_sub(variable, learning_rate * total)
+
+        def get_config(self):
+            return super().get_config()
+
+    assert_same(odd, 2, 2, 3, lambda: Scaled(0.01), ODD_LAYOUTS)
 
 
 def test_saved_and_loaded_elsewhere(tmp_path, float64):

@@ -278,7 +278,8 @@ class LayoutMap:
         lines = []
         for pattern in unused:
             near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
-            lines.append(f"rule {pattern!r} matches nothing; nearest paths: {near}")
+            what = "layer" if _is_for_activation(pattern) else "variable"
+            lines.append(f"rule {pattern!r} matches no {what}; nearest paths: {near}")
         raise ValueError("; ".join(lines))
 
 

@@ -40,6 +40,7 @@ class Dims:
     def root(self):
         found = self
         while found._parent is not None:
+            found._parent = found._parent._parent or found._parent
             found = found._parent
         return found
 
@@ -103,7 +104,7 @@ def read(model, inputs=None):
 def _read(model, inputs):
     specs = _specs(model, inputs)
     graph = tf.__internal__.FuncGraph("structure")
-    with graph.as_default(), tf.device(None):
+    with graph.as_default():
         values = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in _once(model.variables)]
         batch = tf.nest.map_structure(lambda s: tf.compat.v1.placeholder(s.dtype, s.shape), specs)
         with keras.StatelessScope(state_mapping=values):
@@ -245,6 +246,7 @@ class _Tracer:
         self._kept = []  # tensors, so that ids stay theirs
         self._weights = {}  # id of a tensor that is but a weight: that weight's path
         self._shapes = {}
+        self._parts = set()  # of the paths of weights
         self._summed = set()
 
     def weight(self, tensor, path):
@@ -288,8 +290,10 @@ class _Tracer:
 
     def _where(self, op):
         """The path of the layer that an op belongs to."""
-        known = {part for path in self._shapes for part in path.split("/")}
-        parts = [re.sub(r"_\d+$", "", x) if x not in known else x for x in op.name.split("/")[:-1]]
+        if not self._parts:
+            self._parts = {part for path in self._shapes for part in path.split("/")}
+        names = op.name.split("/")[:-1]
+        parts = [x if x in self._parts else re.sub(r"_\d+$", "", x) for x in names]
         return "/".join(part for part in parts if part != self._name) or op.name
 
     def _new(self, tensor):
@@ -303,28 +307,19 @@ class _Tracer:
                 for dim in self.of(tensor):
                     dim.stop((why, self._where(op)))
 
-    def _same(self, a, b, but=()):
+    def _same(self, source, target):
         """Ties the dims of two tensors, aligned at the end, except those that are broadcast."""
-        a, b = self.of(a), self.of(b)
-        for k in range(1, min(len(a), len(b)) + 1):
-            left, right = a[-k], b[-k]
-            if left.root().sizes & right.root().sizes and len(a) - k not in but:
-                left.tie(right)
+        for k in range(1, source.shape.rank + 1):
+            if source.shape[-k] == target.shape[-k]:
+                self.of(source)[-k].tie(self.of(target)[-k])
 
     def _elementwise(self, op):
-        if op.type == "BiasAdd":
-            self._same(op.inputs[0], op.outputs[0])
-            return self._same(op.inputs[1], op.outputs[0])
         if op.type == "IdentityN":
             for source, target in zip(op.inputs, op.outputs):
                 self._same(source, target)
             return
-        out = op.outputs[0]
-        for tensor in op.inputs:
-            source, target = self.of(tensor), self.of(out)
-            for k in range(1, len(source) + 1):
-                if tensor.shape[-k] == out.shape[-k]:
-                    source[-k].tie(target[-k])
+        for source in op.inputs:
+            self._same(source, op.outputs[0])
 
     def _reduce(self, op):
         data, out = op.inputs[0], op.outputs[0]
@@ -349,7 +344,7 @@ class _Tracer:
     def _product(self, op, left, right, out):
         """A product of two tensors, the names of whose dims are given."""
         a, b = op.inputs
-        dims = {}
+        dims: dict = {}
         for tensor, names in ((a, left), (b, right), (op.outputs[0], out)):
             for name, dim, size in zip(names, self.of(tensor), tensor.shape):
                 if name in dims and (size == dims[name][1]):

@@ -219,7 +219,7 @@ def test_a_sequence_that_does_not_divide_is_refused():
 @pytest.mark.parametrize(
     "rules, words",
     [
-        ({"nothing/output": ("data", None)}, "'nothing/output' matches nothing"),
+        ({"nothing/output": ("data", None)}, "'nothing/output' matches no layer"),
         (
             {"up_0/output": ("data", None)},
             r"is for 2 dims; 'up_0/output' has shapes \[\(4, 8, 24\)\]",

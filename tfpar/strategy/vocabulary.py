@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import _tf
-from tfpar.variables import ShardedVariable, in_step, shard_counts, padded_scope
+from tfpar.variables import ShardedVariable, in_step, padded_scope, shard_counts
 
 NO_LOGIT = -1e9  # exp of it is 0 in every dtype
 
