@@ -1,12 +1,11 @@
 """ZeRO: the paper's figures, and variables on a mesh that take exactly what its formulas say."""
 
-import contextlib
-import math
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from bytes_test import bytes_held
+from fit_test import mesh, scope, strategy_on
 
 import tfpar
 from tfpar import zero
@@ -15,10 +14,6 @@ from tfpar.variables import ShardedVariable
 
 L = keras.layers
 O = keras.optimizers
-
-
-def mesh(data, model=1):
-    return tfpar.Mesh(data=data, model=model, devices=[f"CPU:{i}" for i in range(data * model)])
 
 
 def test_the_papers_table():
@@ -71,7 +66,7 @@ ODD_LAYOUTS = {r"table": (None, "model"), r"hidden/bias": (None,)}
 
 
 def train(build, strategy, optimizer, steps=None, rows=(8, 8, 5), **kwargs):
-    with strategy.scope() if strategy else contextlib.nullcontext():
+    with scope(strategy):
         model, optimizer = build(), optimizer()
         if steps:
             optimizer = tfpar.AccumulatingOptimizer(optimizer, steps)
@@ -85,9 +80,7 @@ def train(build, strategy, optimizer, steps=None, rows=(8, 8, 5), **kwargs):
 
 def assert_same(build, data, model, stage, optimizer, layouts=None, **kwargs):
     want = train(build, None, optimizer, **kwargs)
-    found = train(
-        build, tfpar.MeshStrategy(mesh(data, model), layouts, zero=stage), optimizer, **kwargs
-    )
+    found = train(build, strategy_on(data, model, layouts, zero=stage), optimizer, **kwargs)
     for variable, a, b in zip(want.weights, found.get_weights(), want.get_weights()):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9, err_msg=variable.path)
 
@@ -186,21 +179,13 @@ def test_saved_and_loaded_elsewhere(tmp_path, float64):
     train(odd, tfpar.MeshStrategy(mesh(4), zero=3), OPTIMIZERS["adam"]).save(path)
     ends = []
     for strategy in (None, tfpar.MeshStrategy(mesh(2, 2), zero=1)):
-        with strategy.scope() if strategy else contextlib.nullcontext():
+        with scope(strategy):
             model = keras.models.load_model(path)
         r = np.random.default_rng(1)
         model.train_on_batch(r.integers(0, 13, (8, 5)), r.standard_normal((8, 3)))
         ends.append(model.get_weights())
     for a, b in zip(*ends):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
-
-
-def bytes_held(variables, devices):
-    held = np.zeros(devices, int)
-    for variable in variables:
-        for k, shard in enumerate(variable.value.shards()):
-            held[k] += math.prod(shard.shape) * shard.dtype.size
-    return held
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -210,16 +195,16 @@ def test_bytes_equal_the_formula(stage):
     optimizer = model.optimizer
     state = [v for v in optimizer.variables if len(v.shape)] + model.trainable_variables
     want = zero.bytes_per_device(model.count_params(), 4, stage, weight=4, gradient=4, slots=8)
-    np.testing.assert_array_equal(bytes_held(state, 4), int(want))
+    np.testing.assert_array_equal(bytes_held(state, mesh(4)), int(want))
 
 
 @pytest.mark.parametrize("data, model", [(4, 1), (2, 2)])
 def test_padded_bytes_are_those_that_explain_shows(data, model):
-    strategy = tfpar.MeshStrategy(mesh(data, model), ODD_LAYOUTS if model > 1 else None, zero=3)
+    strategy = strategy_on(data, model, ODD_LAYOUTS if model > 1 else None, zero=3)
     network = train(odd, strategy, O.Adam)
     text = strategy.explain(network)
     total = int(text.split("\ntotal")[1].split()[0].replace(",", ""))
-    np.testing.assert_array_equal(bytes_held(network.weights, data * model)[0], total)
+    np.testing.assert_array_equal(bytes_held(network.weights, strategy.mesh)[0], total)
     assert "padded to" in text
     for v in network.trainable_variables:
         assert isinstance(v.value, ShardedVariable)

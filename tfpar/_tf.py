@@ -64,7 +64,6 @@ __all__ = [
     "variable_accessed",
     "without_overwriting",
     "without_traces",
-    "without_values",
 ]
 
 
@@ -111,11 +110,6 @@ def without_traces():
     finally:
         tracker.__dict__.clear()
         tracker.__dict__.update(before)
-
-
-def without_values():
-    """A scope in which variables are made without values, and take no memory."""
-    return keras.StatelessScope(initialize_variables=False)
 
 
 @contextlib.contextmanager

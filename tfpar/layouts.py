@@ -61,8 +61,8 @@ class LayoutMap:
             r"mlp_down/kernel": ("model", None),
         })
 
-    A pattern that ends in "/output" or "/input" is for the output or the first input of a layer,
-    whose path stands before it: its axes say how that activation is split, or are a dict of the
+    A pattern that ends in "/output" or "/input" is for the output or the inputs of a layer, whose
+    path stands before it: its axes say how that activation is split, or are a dict of the
     arguments `axes` and `gradient` of `tfpar.constrain`.
 
     It is strict: a rule that matches nothing, two rules that match one variable, and a dim that the
@@ -122,9 +122,8 @@ class LayoutMap:
         """
         found = structure.read(model, inputs)
         choice = structure.choose(found, mesh.model)
-        paths = [path for path in choice.axes if path in choice.padded]
         rules = structure.rules(choice.axes, found.shapes)
-        pad = [p for p in rules if any(re.search(p, path) for path in paths)]
+        pad = [p for p in rules if any(re.search(p, path) for path in choice.padded)]
         if sequence is not None:
             rules |= _sequence_rules(sequence, choice)
         layouts = cls(rules, pad)
@@ -221,13 +220,8 @@ class LayoutMap:
         Raises:
           ValueError: two rules match.
         """
-        found = [p for p in self._rules if _is_for_activation(p) and re.search(p, path)]
-        if len(found) > 1:
-            raise ValueError(
-                f"{path!r} is matched by {len(found)} rules: "
-                f"{', '.join(f'{p!r}: {self[p]}' for p in found)}. Make the patterns narrower so "
-                "that one matches"
-            )
+        found = [p for p in self.of_activations if re.search(p, path)]
+        self._refuse_several(found, repr(path))
         return (found[0], self[found[0]]) if found else None
 
     def may_pad(self, path):
@@ -249,15 +243,18 @@ class LayoutMap:
         found = self.matching(path)
         if not found:
             return (None,) * len(shape)
-        if len(found) > 1:
-            raise ValueError(
-                f"variable {path!r} of shape {tuple(shape)} is matched by {len(found)} rules: "
-                f"{', '.join(f'{p!r}: {self[p]}' for p in found)}. Make the patterns narrower so "
-                "that one matches"
-            )
+        self._refuse_several(found, f"variable {path!r} of shape {tuple(shape)}")
         source = f"rule {found[0]!r}: {self[found[0]]}"
         check_axes(self[found[0]], path, shape, mesh, source, pad)
         return self[found[0]]
+
+    def _refuse_several(self, found, what):
+        if len(found) > 1:
+            raise ValueError(
+                f"{what} is matched by {len(found)} rules: "
+                f"{', '.join(f'{p!r}: {self[p]}' for p in found)}. Make the patterns narrower so "
+                "that one matches"
+            )
 
     def check_all_rules_matched(self, variables, layers=()):
         """Refuses rules that match no weight and no layer's output.

@@ -42,6 +42,17 @@ def virtual_devices(n):
             ) from None
 
 
+def check_positive(**numbers):
+    """Refuses what is no positive int.
+
+    Raises:
+      ValueError: names the argument and its value.
+    """
+    for name, value in numbers.items():
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive int; received {name}={value!r}")
+
+
 @dataclasses.dataclass(frozen=True, eq=True)
 class Mesh:
     """Devices arranged along the axes `pipe`, `data` and `model`.
@@ -64,10 +75,8 @@ class Mesh:
     devices: Any = None  # a tuple of full device names, once made
 
     def __post_init__(self):
-        for axis in AXES:
-            degree = getattr(self, axis)
-            if not isinstance(degree, (int, np.integer)) or isinstance(degree, bool) or degree < 1:
-                raise ValueError(f"{axis} must be a positive int; received {axis}={degree!r}")
+        check_positive(**self.shape)
+        for axis, degree in self.shape.items():
             object.__setattr__(self, axis, int(degree))
         known = tf.config.list_logical_devices()
         if self.devices is None:

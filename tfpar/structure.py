@@ -95,7 +95,7 @@ def read(model, inputs=None):
         raise ValueError(f"model must be a built Keras model or a function; received {model!r}")
     state = random.getstate()
     try:
-        with _tf.without_traces(), _tf.without_values():
+        with _tf.without_traces(), keras.StatelessScope(initialize_variables=False):
             return _read(model(), inputs)
     finally:
         random.setstate(state)
@@ -270,10 +270,8 @@ class _Tracer:
         return self._dims[id(tensor)] if id(tensor) in self._dims else self._new(tensor)
 
     def follow(self, op):
-        if id(op.outputs[0]) in self._dims if op.outputs else True:
-            return  # a weight
-        if op.type in _FRESH:
-            return
+        if not op.outputs or op.type in _FRESH or id(op.outputs[0]) in self._dims:
+            return  # nothing to follow, or a weight
         if any(t.shape.rank is None for t in (*op.inputs, *op.outputs)):
             return self._stop_all(op, "of unknown shape")
         rule = getattr(self, "_" + op.type, None)
@@ -411,6 +409,8 @@ class _Tracer:
             self._regroup(op, source, first, target, second)
             i, j = i + 1, j + 1
 
+    _ExpandDims = _Squeeze = _Reshape
+
     def _regroup(self, op, source, first, target, second):
         """Dims of one tensor that become dims of another: the outermost of both go together."""
         take = lambda tensor, places: [
@@ -437,18 +437,6 @@ class _Tracer:
         for k, place in enumerate(order):
             self.of(op.inputs[0])[place].tie(self.of(op.outputs[0])[k])
 
-    def _ExpandDims(self, op):
-        self._Reshape(op)
-
-    def _Squeeze(self, op):
-        self._Reshape(op)
-
-    def _Tile(self, op):
-        for a, b, n, m in zip(
-            self.of(op.inputs[0]), self.of(op.outputs[0]), op.inputs[0].shape, op.outputs[0].shape
-        ):
-            self._repeat(op, a, b, n, m)
-
     def _BroadcastTo(self, op):
         source, target = op.inputs[0], op.outputs[0]
         for k in range(1, source.shape.rank + 1):
@@ -459,6 +447,8 @@ class _Tracer:
                 source.shape[-k],
                 target.shape[-k],
             )
+
+    _Tile = _BroadcastTo
 
     def _repeat(self, op, a, b, n, m):
         if n == m:
@@ -492,10 +482,6 @@ class _Tracer:
             self._slice(op, source, i, target, j)
             i, j = i + 1, j + 1
 
-    def _Slice(self, op):
-        for k in range(op.inputs[0].shape.rank):
-            self._slice(op, op.inputs[0], k, op.outputs[0], k)
-
     def _slice(self, op, source, i, target, j, verb="sliced"):
         a, b = self.of(source)[i], self.of(target)[j]
         if source.shape[i] == target.shape[j]:
@@ -504,36 +490,29 @@ class _Tracer:
             a.stop((verb, self._where(op)))
             b.stop((verb, self._where(op)))
 
+    def _resized(self, op, source, target, verb):
+        """Ties the dims of two tensors of one rank, and stops those that change their size."""
+        for k in range(source.shape.rank):
+            self._slice(op, source, k, target, k, verb)
+
+    def _Slice(self, op):
+        self._resized(op, op.inputs[0], op.outputs[0], "sliced")
+
     def _Pad(self, op):
-        for k in range(op.inputs[0].shape.rank):
-            self._slice(op, op.inputs[0], k, op.outputs[0], k, "padded")
+        self._resized(op, op.inputs[0], op.outputs[0], "padded")
 
     _PadV2 = _MirrorPad = _Pad
 
-    def _Split(self, op, data=1, axis=0):
-        data, axis = op.inputs[data], tf.get_static_value(op.inputs[axis])
-        for out in op.outputs:
-            for k in range(data.shape.rank):
-                if k == axis % data.shape.rank:
-                    self.of(data)[k].stop(("cut into parts", self._where(op)))
-                    self.of(out)[k].stop(("cut into parts", self._where(op)))
-                else:
-                    self.of(data)[k].tie(self.of(out)[k])
+    def _Split(self, op, data=1):
+        for part in op.outputs:
+            self._resized(op, op.inputs[data], part, "cut into parts")
 
     def _SplitV(self, op):
-        self._Split(op, data=0, axis=2)
+        self._Split(op, data=0)
 
     def _ConcatV2(self, op):
-        *parts, axis = op.inputs
-        axis = tf.get_static_value(axis)
-        out = op.outputs[0]
-        for part in parts:
-            for k in range(out.shape.rank):
-                if k == axis % out.shape.rank:
-                    self.of(part)[k].stop(("joined with others", self._where(op)))
-                    self.of(out)[k].stop(("joined with others", self._where(op)))
-                else:
-                    self.of(part)[k].tie(self.of(out)[k])
+        for part in op.inputs[:-1]:
+            self._resized(op, part, op.outputs[0], "joined with others")
 
     def _Pack(self, op):
         out = op.outputs[0]

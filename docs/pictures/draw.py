@@ -67,34 +67,42 @@ class Picture:
         )
 
 
-def pair():
+def split_and_summed(title, x, columns, op, hidden, rows):
+    """Columns, an op on each device's own, rows, one all-reduce; names with their shapes."""
     p = Picture(880, 250)
-    p.text(440, 22, "Columns, then rows: one all-reduce for two matrices", 15, weight="bold")
-    p.tensor(20, 90, 60, 60, None, "x", "(rows, d)")
+    p.text(440, 22, title, 15, weight="bold")
+    p.tensor(20, 90, 60, 60, None, "x", x)
     p.arrow(105, 120, 90, "times")
-    p.tensor(205, 75, 120, 60, "columns", "up/kernel", '(None, "model")')
-    p.arrow(335, 120, 60, "gelu")
-    p.tensor(405, 90, 120, 60, "columns", "hidden units", "each device its own")
-    p.arrow(535, 120, 60, "times")
-    p.tensor(605, 60, 60, 120, "rows", "down/kernel", '("model", None)')
-    p.arrow(675, 120, 95, "all-reduce", comm=True)
-    p.tensor(785, 90, 60, 60, None, "y", "(rows, d)")
-    p.save("pair")
+    p.tensor(205, 75, 120, 60, "columns", *columns)
+    p.arrow(335, 120, 65, op)
+    p.tensor(410, 90, 120, 60, "columns", hidden, "each device its own")
+    p.arrow(540, 120, 55, "times")
+    p.tensor(610, 60, 60, 120, "rows", *rows)
+    p.arrow(690, 120, 90, "all-reduce", comm=True)
+    p.tensor(795, 90, 60, 60, None, "y", x)
+    return p
+
+
+def pair():
+    split_and_summed(
+        "Columns, then rows: one all-reduce for two matrices",
+        "(rows, d)",
+        ("up/kernel", '(None, "model")'),
+        "gelu",
+        "hidden units",
+        ("down/kernel", '("model", None)'),
+    ).save("pair")
 
 
 def attention():
-    p = Picture(880, 250)
-    p.text(440, 22, "Attention by heads: one all-reduce", 15, weight="bold")
-    p.tensor(20, 90, 60, 60, None, "x", "(batch, seq, d)")
-    p.arrow(105, 120, 80, "times")
-    p.tensor(195, 75, 120, 60, "columns", "query, key, value", '(None, "model", None)')
-    p.arrow(325, 120, 75, "softmax")
-    p.tensor(410, 90, 120, 60, "columns", "heads", "each device its own")
-    p.arrow(540, 120, 55, "times")
-    p.tensor(605, 60, 60, 120, "rows", "attention_output", '("model", None, None)')
-    p.arrow(690, 120, 90, "all-reduce", comm=True)
-    p.tensor(795, 90, 60, 60, None, "y", "(batch, seq, d)")
-    p.save("attention")
+    split_and_summed(
+        "Attention by heads: one all-reduce",
+        "(batch, seq, d)",
+        ("query, key, value", '(None, "model", None)'),
+        "softmax",
+        "heads",
+        ("attention_output", '("model", None, None)'),
+    ).save("attention")
 
 
 def vocabulary():

@@ -3,8 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from fit_test import assert_close, scope
-from vocabulary_test import strategy_on
+from fit_test import assert_close, mesh, scope, strategy_on
 
 import tfpar
 from tfpar.strategy.lowered import collectives
@@ -36,8 +35,8 @@ def model(fused=False, dropout=0.0, length=LENGTH, blocks=1):
 
 
 def layouts(build, degree, sequence=False):
-    mesh = tfpar.Mesh(model=degree, devices=[f"CPU:{i}" for i in range(degree)])
-    return tfpar.LayoutMap.auto(build, mesh, sequence=("enter", "leave") if sequence else None)
+    ends = ("enter", "leave") if sequence else None
+    return tfpar.LayoutMap.auto(build, mesh(model=degree), sequence=ends)
 
 
 def data(length=LENGTH, rows=ROWS):

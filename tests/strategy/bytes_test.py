@@ -5,6 +5,7 @@ import math
 import keras
 import numpy as np
 import pytest
+from fit_test import strategy_on
 from matrix_test import TRANSFORMER_LAYOUTS, sentences, transformer
 from tensorflow.experimental import dtensor
 
@@ -12,11 +13,21 @@ import tfpar
 from tfpar.layouts import bytes_per_device
 
 
+def bytes_held(variables, mesh):
+    """What each device of the mesh holds of Keras variables, each shard on its device."""
+    held = np.zeros(mesh.size, int)
+    for variable in variables:
+        for k, shard in enumerate(variable.value.shards()):
+            assert shard.device == mesh.devices[k]
+            held[k] += math.prod(shard.shape) * shard.dtype.size
+    return held
+
+
 @pytest.mark.parametrize("data, model", [(4, 1), (1, 4), (2, 2), (4, 2)])
 def test_bytes_of_variables_equal_the_formula(data, model):
     """Weights and both Adam slots: sum of 4 bytes x elements / degrees of the axes that split them."""
-    mesh = tfpar.Mesh(data=data, model=model, devices=[f"CPU:{i}" for i in range(data * model)])
-    strategy = tfpar.MeshStrategy(mesh, TRANSFORMER_LAYOUTS)
+    strategy = strategy_on(data, model, TRANSFORMER_LAYOUTS)
+    mesh = strategy.mesh
     with strategy.scope():
         network = transformer()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -34,12 +45,8 @@ def test_bytes_of_variables_equal_the_formula(data, model):
     scalars = {"iterations": 8, "learning_rate": 4}
     want += sum(scalars.values())
 
-    held = np.zeros(mesh.size, int)
-    for variable in network.trainable_variables + network.optimizer.variables:
-        for k, shard in enumerate(variable.value.shards()):
-            assert shard.device == mesh.devices[k]
-            held[k] += math.prod(shard.shape) * shard.dtype.size
-    np.testing.assert_array_equal(held, want)
+    variables = network.trainable_variables + network.optimizer.variables
+    np.testing.assert_array_equal(bytes_held(variables, mesh), want)
 
 
 def test_a_device_receives_its_own_slice_of_a_batch_only():

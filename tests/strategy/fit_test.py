@@ -21,9 +21,17 @@ RULES = {
 }
 
 
+def mesh(data=1, model=1):
+    """A mesh of the first data x model devices."""
+    return tfpar.Mesh(data=data, model=model, devices=[f"CPU:{i}" for i in range(data * model)])
+
+
+def strategy_on(data, model, layouts=None, **kwargs):
+    return tfpar.MeshStrategy(mesh(data, model), layouts, **kwargs)
+
+
 def two_by_two(layouts=None):
-    devices = [f"CPU:{i}" for i in range(4)]
-    return tfpar.MeshStrategy(tfpar.Mesh(data=2, model=2, devices=devices), layouts)
+    return strategy_on(2, 2, layouts)
 
 
 def scope(strategy):

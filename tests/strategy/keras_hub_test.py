@@ -3,8 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from fit_test import assert_close, scope
-from vocabulary_test import strategy_on
+from fit_test import assert_close, mesh, scope, strategy_on
 
 import tfpar
 from tfpar.strategy.lowered import collectives
@@ -75,8 +74,7 @@ def train(strategy, name):
 
 
 def auto(name, data, model, **kwargs):
-    mesh = tfpar.Mesh(data=data, model=model, devices=[f"CPU:{i}" for i in range(data * model)])
-    return tfpar.LayoutMap.auto(lambda: build(name), mesh, **kwargs)
+    return tfpar.LayoutMap.auto(lambda: build(name), mesh(data, model), **kwargs)
 
 
 @pytest.mark.parametrize("name", BACKBONES)

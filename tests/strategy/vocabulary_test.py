@@ -4,19 +4,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from fit_test import assert_close, scope
+from fit_test import assert_close, scope, strategy_on
 
 import tfpar
 from tfpar.strategy.lowered import collectives
 
 L = keras.layers
-
-
-def strategy_on(data, model, layouts=None, **kwargs):
-    devices = [f"CPU:{i}" for i in range(data * model)]
-    return tfpar.MeshStrategy(
-        tfpar.Mesh(data=data, model=model, devices=devices), layouts, **kwargs
-    )
 
 
 def network(kind, size, width=8):
@@ -186,6 +179,23 @@ def test_a_layer_that_cannot_be_padded_is_refused():
     layouts = tfpar.LayoutMap({"e/kernel": (None, "model")}, pad=["e/kernel"])
     with strategy_on(1, 4, layouts).scope(), pytest.raises(ValueError, match="cannot be padded"):
         keras.Sequential([keras.Input((3,)), L.EinsumDense("ab,bc->ac", (6,), name="e")])
+
+
+def test_padding_is_for_layers_whatever_an_optimizer_calls_its_variables():
+    """Adafactor's rows and columns have "kernel" in their paths, and are no Dense layer's."""
+    layouts = tfpar.LayoutMap({"kernel": (None, "model")}, pad=["kernel"])
+    with strategy_on(1, 4, layouts).scope():
+        model = keras.Sequential([keras.Input((6,)), L.Dense(5, name="head")])
+        model.compile(keras.optimizers.Adafactor(), "mse")
+    model.train_on_batch(np.ones((4, 6)), np.ones((4, 5)))
+    assert model.get_layer("head").kernel.value.shards()[0].shape == (6, 2)
+
+
+def test_a_padded_kernel_with_a_whole_bias(float64):
+    """No rule for the bias: the logits are gathered, and right."""
+    layouts = tfpar.LayoutMap({"head/kernel": (None, "model")}, pad=["head/kernel"])
+    found = train(strategy_on(2, 2, layouts), "dense", 13, ADAM)
+    assert_close(found, train(None, "dense", 13, ADAM), 1e-9)
 
 
 def test_padding_names_a_rule():

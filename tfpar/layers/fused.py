@@ -7,6 +7,8 @@ and each device holds its share of every part.
 
 import keras
 
+from tfpar.mesh import check_positive
+
 
 def FusedDense(units, parts, **kwargs):
     """Several column-split projections of one input, such as gate and up of a gated MLP::
@@ -27,7 +29,7 @@ def FusedDense(units, parts, **kwargs):
     Raises:
       ValueError: units or parts below 1; when it is built, units that `model` does not divide.
     """
-    _check(units=units, parts=parts)
+    check_positive(units=units, parts=parts)
     layer = keras.layers.EinsumDense(
         "abc,cfp->abpf", output_shape=(None, parts, units), bias_axes="pf", **kwargs
     )
@@ -60,7 +62,7 @@ def FusedQKV(heads, key_dim, kv_heads=None, **kwargs):
         that `model` does not divide.
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    _check(heads=heads, key_dim=key_dim, kv_heads=kv_heads)
+    check_positive(heads=heads, key_dim=key_dim, kv_heads=kv_heads)
     if heads % kv_heads:
         raise ValueError(f"kv_heads must divide heads; received kv_heads={kv_heads}, heads={heads}")
     shape = (None, kv_heads, heads // kv_heads + 2, key_dim)
@@ -96,9 +98,3 @@ def unstack(fused):
     parts, units = fused.shape[2:]
     part = keras.layers.Reshape((-1, units))  # DTensor keeps the split of a slice, not of an index
     return [part(fused[:, :, k : k + 1]) for k in range(parts)]
-
-
-def _check(**numbers):
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an int of at least 1; received {name}={value!r}")

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import _tf
-from tfpar.layouts import Constraint, LayoutMap
+from tfpar.layouts import Constraint
 from tfpar.variables import in_step
 
 
@@ -104,7 +104,7 @@ def _fitting(shape, axes, mesh, source):
 def _by_rule(layer, end, values):
     """The inputs or output of a layer, laid out as the rules of the strategy's LayoutMap say."""
     path = f"{layer.path}/{end}"
-    found = getattr(tf.distribute.get_strategy(), "layouts", LayoutMap()).of_activation(path)
+    found = tf.distribute.get_strategy().layouts.of_activation(path)
     if found is None:
         return values
     pattern, constraint = found
@@ -135,8 +135,9 @@ def install():
 
     @functools.wraps(stock_matmul)
     def matmul(x1, x2):
-        layouts = getattr(tf.distribute.get_strategy(), "layouts", LayoutMap())
-        if not in_step() or len(x1.shape) < 3 or len(x2.shape) != 2 or not layouts.of_activations:
+        if not in_step() or len(x1.shape) < 3 or len(x2.shape) != 2:
+            return stock_matmul(x1, x2)
+        if not tf.distribute.get_strategy().layouts.of_activations:
             return stock_matmul(x1, x2)
         # Keras merges all dims of x1 but the last. Behind that, DTensor cannot leave each device its
         # shard of a sum along a dim such as the sequence: it would sum whole tensors.

@@ -278,7 +278,8 @@ class _Extended(_tf.StrategyExtendedV1):
 
     def _layouts_of(self, path, owner, kwargs, shape):
         """How the weight of a layer, or any other variable, is held."""
-        axes = self._axes(path, owner, kwargs.get("name"), shape)
+        pad = isinstance(owner, keras.layers.Layer) and self._may_pad(path, owner)
+        axes = self._axes(path, owner, kwargs.get("name"), shape, pad)
         layout = self._mesh.layout(axes)
         zero = self._strategy.zero
         if zero and isinstance(owner, keras.layers.Layer) and kwargs.get("trainable", True):
@@ -291,14 +292,13 @@ class _Extended(_tf.StrategyExtendedV1):
             read_layout=whole or layout,
             slot_layout=split,
             gradient_layout=split if zero >= 2 else (whole or layout) if whole or zero else None,
-            pad=zero == 3 or self._may_pad(path, owner),
+            pad=zero == 3 or pad,
         )
 
-    def _axes(self, path, layer, name, shape):
+    def _axes(self, path, layer, name, shape, pad):
         """The axes of a new variable: by rule, else as its layer states, else whole."""
         if not isinstance(layer, keras.layers.Layer):
             return (None,) * len(shape)
-        pad = self._may_pad(path, layer)
         axes = self._strategy.layouts.lookup(path, shape, self._mesh, pad)
         stated = getattr(layer, "axes_of_weights", {}).get(name)
         if stated is None:

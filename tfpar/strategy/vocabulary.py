@@ -162,7 +162,8 @@ def install():
     @functools.wraps(stock_dense)
     def dense(self, inputs, *args, **kwargs):
         linear = self.activation is None or self.activation is keras.activations.linear
-        if not linear or not _padded(self._kernel) or _padded_rows(_held(self._kernel)):
+        weights = [self._kernel, self.bias] if self.use_bias else [self._kernel]
+        if not linear or not all(map(_padded, weights)) or _padded_rows(_held(self._kernel)):
             return stock_dense(self, inputs, *args, **kwargs)
         with padded_scope():
             logits = stock_dense(self, inputs, *args, **kwargs)
