@@ -15,6 +15,8 @@ from tfpar.accumulation import AccumulatingOptimizer
 from tfpar.denominators import weigh
 from tfpar.layouts import LayoutMap
 from tfpar.mesh import Mesh, virtual_devices
+from tfpar.pipeline.driver import StageError
+from tfpar.pipeline.model import Pipeline
 from tfpar.strategy.activations import constrain
 from tfpar.strategy.mesh import MeshStrategy
 from tfpar.strategy.rules import UnsupportedStep
@@ -24,6 +26,8 @@ __all__ = [
     "LayoutMap",
     "Mesh",
     "MeshStrategy",
+    "Pipeline",
+    "StageError",
     "UnsupportedStep",
     "constrain",
     "layers",

@@ -11,6 +11,7 @@ import keras
 # What Keras is building while a variable is created: the stack's callers tell the weights of
 # layers from the variables of optimizers, metrics and seed generators, and name their path.
 from keras.src.backend.common import global_state as _global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.name_scope import current_path as _current_path
 
 # Where Keras scatters values, as confusion matrices do, and where it finds the largest of them.
@@ -28,6 +29,14 @@ from keras.src.layers.convolutional.base_separable_conv import BaseSeparableConv
 
 # Where Keras divides a loss by its rows, tokens or weights (`reduce_weighted_values`).
 from keras.src.losses import loss as losses
+
+# How a Functional model calls its layers, keeps their arguments and returns its outputs: a stage of a
+# pipeline does the same.
+from keras.src.models.functional import Functional, operation_fn, unpack_singleton
+from keras.src.ops.symbolic_arguments import SymbolicArguments
+
+# Where Keras computes the norm of all gradients, some of which may lie on other stages of a pipeline.
+from keras.src.optimizers import base_optimizer as _base_optimizer
 
 # The class that holds `compile` and `get_compile_config`: `keras.Model` only inherits them, and
 # Keras compares a model's `compile` with this one to tell whether the user has overridden it.
@@ -48,19 +57,26 @@ CONVOLUTIONS = (BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableCon
 
 __all__ = [
     "CONVOLUTIONS",
+    "Functional",
     "ReplicaContextBase",
     "StrategyExtendedV1",
+    "SymbolicArguments",
     "TensorFlowTrainer",
     "Trainer",
     "core",
     "creating",
     "function_def",
     "function_names",
+    "get_keras_mask",
     "losses",
     "numpy",
+    "operation_fn",
     "record_operation",
     "reduced_already",
+    "set_keras_mask",
     "stop_recording",
+    "unpack_singleton",
+    "updating_part",
     "variable_accessed",
     "without_overwriting",
     "without_traces",
@@ -135,3 +151,33 @@ def without_overwriting(optimizer):
         yield frequency, optimizer._overwrite_model_variables_with_average_value
     finally:
         optimizer.ema_overwrite_frequency = kept
+
+
+@contextlib.contextmanager
+def updating_part(optimizer, places, norm=None, finite=None):
+    """Has a Keras optimizer update some of its weights, as part of an update of all of them.
+
+    Args:
+      optimizer: a Keras optimizer, or a `LossScaleOptimizer` around one.
+      places: which of its weights, by their place.
+      norm: the norm of the gradients of all weights; None if it is not needed.
+      finite: whether the gradients of all weights are finite; None if it is not needed.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    shown = {"_trainable_variables": [inner._trainable_variables[place] for place in places]}
+    averages = getattr(inner, "_model_variables_moving_average", None)
+    if inner.use_ema and averages:
+        shown["_model_variables_moving_average"] = [averages[place] for place in places]
+    kept = {name: vars(inner)[name] for name in shown}
+    stock = _base_optimizer.global_norm
+    vars(inner).update(shown)
+    if norm is not None:
+        _base_optimizer.global_norm = lambda gradients: norm
+    if finite is not None:
+        vars(optimizer)["check_finite"] = lambda gradients: finite
+    try:
+        yield
+    finally:
+        vars(inner).update(kept)
+        _base_optimizer.global_norm = stock
+        vars(optimizer).pop("check_finite", None)

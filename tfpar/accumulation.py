@@ -140,7 +140,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         strategy = tf.distribute.get_strategy()
         if not tf.distribute.has_strategy():
             strategy = self._distribution_strategy
-        for optimizer in (self, self._inner, _innermost(self._inner)):
+        for optimizer in (self, self._inner, innermost(self._inner)):
             if optimizer._distribution_strategy is not strategy:
                 raise ValueError(
                     f"optimizer {optimizer.name!r} was created outside the scope of the "
@@ -213,10 +213,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             if any(gradient is not None for gradient in found)
         ]
         for k, part in enumerate(parts):
-            if k == len(self._held):
-                with tf.init_scope():
-                    self._hold()
-            self._add(part, self._held[k], variables)
+            self._add(part, self.held(k), variables)
         if self.measure_noise:
             self._measure(parts)
         here = denominators.notes()
@@ -258,25 +255,17 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         total, scaled = here.totals.pop(id(self), (None, None))
         if total is None or tf.executing_eagerly():
             return [_Part(_alike(losses), here.rows, grads)]
-        losses, rest = _what_makes(total, losses)
+        losses, rest = what_makes(total, losses)
         if not losses and self._replicas > 1:
             raise ValueError(
                 "the loss of this step is not one of Keras' losses: over several replicas nobody "
                 "can tell whether it is scaled by their number. Use a keras.losses.Loss, say "
                 "tfpar.weigh(loss, count) of a loss scaled by it, or use a MeshStrategy"
             )
-        groups: dict = {}
-        for loss in losses:
-            by_rows = loss.kind == denominators.MEAN and loss.count is None
-            groups.setdefault("rows" if by_rows else id(loss), []).append(loss)
-        means = [key for key, group in groups.items() if group[0].kind == denominators.MEAN]
-        if not groups or rest == "batch" or (rest == "constant" and not means):
-            groups.setdefault("rows", [])
-            means.append("rows")
+        groups, takes_rest = grouped(losses, rest)
         if len(groups) == 1:
             (group,) = groups.values()
             return [_Part(group, here.rows, grads)]
-        takes_rest = "rows" if "rows" in groups else (means or [None])[0]
         upstream = tf.gradients(scaled, [loss.value for loss in losses])
         upstream = {id(loss): gradient for loss, gradient in zip(losses, upstream)}
         values = [getattr(variable, "value", variable) for variable in variables]
@@ -304,10 +293,22 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             factor = part.count
             if self._replicas > 1:  # Keras divided the loss by their number
                 factor = tf.cast(factor, held.count.dtype) * self._replicas
-        for gradient, variable in zip(part.gradients, variables):
+        places = [self._get_variable_index(variable) for variable in variables]
+        self.add_gradients(self._held.index(held), places, part.gradients, factor)
+
+    def add_gradients(self, part, places, gradients, factor):
+        """Adds gradients, times a factor, to those that the window holds.
+
+        Args:
+          part: which part of the gradient, an int: each denominator among the losses has its own.
+          places: where the weights stand among the optimizer's.
+          gradients: one per weight: tensors, `tf.IndexedSlices` or None.
+          factor: a number or scalar tensor.
+        """
+        for gradient, place in zip(gradients, places, strict=True):
             if gradient is None:
                 continue
-            accumulator = held.accumulators[self._get_variable_index(variable)].value
+            accumulator = self.held(part).accumulators[place].value
             by = tf.cast(factor, accumulator.dtype)
             if self._replicas > 1:  # a replica without rows may have gradients of 0 / 0
                 gradient = tf.convert_to_tensor(gradient)
@@ -319,6 +320,13 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             else:
                 accumulator.assign_add(tf.cast(gradient, accumulator.dtype) * by)
 
+    def held(self, part):
+        """What the window holds of one part of the gradient, made if there is none."""
+        while part >= len(self._held):
+            with tf.init_scope():
+                self._hold()
+        return self._held[part]
+
     def _measure(self, parts):
         if len(parts) > 1 or parts[0].kind != denominators.MEAN:
             raise ValueError(
@@ -327,7 +335,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             )
         dtype = self._norms.dtype
         weight = tf.cast(parts[0].count, dtype)
-        norm = _squared_norm(parts[0].gradients, dtype)
+        norm = squared_norm(parts[0].gradients, dtype)
         one = tf.ones((), dtype)
         self._norms.value.assign_add(tf.stack([norm, tf.math.reciprocal_no_nan(weight), one]))
 
@@ -357,17 +365,17 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     def _close(self):
         """Makes the update of the window and empties it."""
-        innermost = _innermost(self._inner)
-        with _tf.reduced_already(innermost):
+        optimizer = innermost(self._inner)
+        with _tf.reduced_already(optimizer):
             if tf.distribute.in_cross_replica_context():
-                self._close_replicas(innermost)
+                self._close_replicas(optimizer)
             else:
                 self._update()
         self.micro_step.value.assign(tf.zeros((), tf.int64))
 
-    def _close_replicas(self, innermost):
+    def _close_replicas(self, optimizer):
         call = self._distribution_strategy.extended.call_for_each_replica
-        with _tf.without_overwriting(innermost) as (frequency, overwrite):
+        with _tf.without_overwriting(optimizer) as (frequency, overwrite):
             call(self._update)
         if frequency is not None:
             due = tf.convert_to_tensor(self.iterations.value) % frequency == 0
@@ -382,6 +390,18 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     def _update(self):
         places = self._stepped or range(len(self._trainable_variables))
+        gradients = self.gradients_of(places)
+        if self.measure_noise:
+            small, inverse, many = tf.unstack(tf.convert_to_tensor(self._norms.value))
+            small, inverse = small / many, inverse / many
+            big = squared_norm(gradients, self._noise.dtype)
+            self._noise.value.assign(tf.stack([small, inverse, big, self._held[0].count.value]))
+            self._norms.value.assign(tf.zeros((3,), self._norms.dtype))
+        self._inner.apply(gradients, [self._trainable_variables[place] for place in places])
+        self.empty(range(len(self._trainable_variables)))
+
+    def gradients_of(self, places):
+        """The gradients of the window so far, for the weights at `places`."""
         gradients = [0.0] * len(places)
         for held in self._held:
             sums = [held.count.value] + [held.accumulators[place].value for place in places]
@@ -393,15 +413,12 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             count = tf.where(count == 0, tf.ones_like(count), count)
             sums = [value / tf.cast(count, value.dtype) for value in sums]
             gradients = [gradient + value for gradient, value in zip(gradients, sums)]
-        if self.measure_noise:
-            small, inverse, many = tf.unstack(tf.convert_to_tensor(self._norms.value))
-            small, inverse = small / many, inverse / many
-            big = _squared_norm(gradients, self._noise.dtype)
-            self._noise.value.assign(tf.stack([small, inverse, big, self._held[0].count.value]))
-            self._norms.value.assign(tf.zeros((3,), self._norms.dtype))
-        self._inner.apply(gradients, [self._trainable_variables[place] for place in places])
+        return gradients
+
+    def empty(self, places):
+        """Forgets what the window holds for the weights at `places`."""
         for held in self._held:
-            for variable in (held.count, *held.accumulators):
+            for variable in (held.count, *(held.accumulators[place] for place in places)):
                 variable.value.assign(tf.zeros(variable.shape, variable.dtype))
 
     def _hold(self):
@@ -476,7 +493,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             self._inner = keras.optimizers.LossScaleOptimizer(self._inner)
 
 
-def _squared_norm(gradients, dtype):
+def squared_norm(gradients, dtype):
     """The sum of squares of all entries of a list of gradients."""
     dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
     return tf.add_n([tf.reduce_sum(tf.square(tf.cast(g, dtype))) for g in dense])
@@ -494,7 +511,8 @@ def _computed(parts):
     return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
-def _innermost(optimizer):
+def innermost(optimizer):
+    """The optimizer inside a `LossScaleOptimizer`, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
@@ -503,7 +521,7 @@ def _check(optimizer, steps):
         raise ValueError(
             "the optimizer is an AccumulatingOptimizer already; give it the product of both steps"
         )
-    stock = _innermost(optimizer).gradient_accumulation_steps
+    stock = innermost(optimizer).gradient_accumulation_steps
     if stock:
         raise ValueError(
             f"the optimizer has gradient_accumulation_steps={stock} of its own; leave it out, "
@@ -533,7 +551,29 @@ def _alike(losses):
     return losses
 
 
-def _what_makes(total, losses):
+def grouped(losses, rest):
+    """Groups the losses of a step by their denominators.
+
+    Args:
+      losses: list of `denominators.Loss`.
+      rest: what else the total depends on, as `what_makes` says.
+
+    Returns:
+      (groups, takes_rest): {key: list of losses that share a denominator, "rows" for those divided by
+      the rows}, and the key of the group that the rest of the total goes with, or None.
+    """
+    groups: dict = {}
+    for loss in losses:
+        by_rows = loss.kind == denominators.MEAN and loss.count is None
+        groups.setdefault("rows" if by_rows else id(loss), []).append(loss)
+    means = [key for key, group in groups.items() if group[0].kind == denominators.MEAN]
+    if not groups or rest == "batch" or (rest == "constant" and not means):
+        groups.setdefault("rows", [])
+        means.append("rows")
+    return groups, "rows" if "rows" in groups else (means or [None])[0]
+
+
+def what_makes(total, losses):
     """What the loss of a traced step is made of.
 
     Args:

@@ -21,9 +21,9 @@ _here = threading.local()
 
 
 @contextlib.contextmanager
-def _marked(name):
+def _marked(name, mark=True):
     outer = getattr(_here, name, False)
-    setattr(_here, name, True)
+    setattr(_here, name, mark)
     try:
         yield
     finally:
@@ -52,6 +52,17 @@ def padded_scope():
 
 def _on(name):
     return getattr(_here, name, False)
+
+
+def on_stage(stage):
+    """Marks code that builds or runs pipeline stage `stage`: it uses the mesh of that stage."""
+    return _marked("stage", stage)
+
+
+def current_stage():
+    """The pipeline stage that the calling code runs for, or None."""
+    stage = getattr(_here, "stage", False)
+    return None if stage is False else stage
 
 
 def shard_counts(layout):
@@ -213,6 +224,14 @@ class ShardedVariable(dtensor.DVariable):
       updated_whole: whether an update sees it whole, for optimizers that need it so.
       pad: whether a dim that its axis does not divide is padded; else it is an error.
       **kwargs: as `tf.Variable`.
+
+    Attributes:
+      stage: the pipeline stage on whose mesh it lives.
+      original: the variable whose copy it is, or itself.
+      copies: {stage: `ShardedVariable`}: its copies for the other stages that use it. What is assigned
+        outside a step they are assigned too; in a step a stage changes its own alone.
+      is_copied: whether there are several of it, on other stages.
+      copies_add: whether its value is the sum over all copies, which are 0 outside a step.
     """
 
     def __init__(
@@ -252,6 +271,11 @@ class ShardedVariable(dtensor.DVariable):
         self._gradient_layout = gradient_layout
         self._is_updated_whole = False
         super().__init__(packed, **kwargs)
+        self.stage = 0
+        self.original = self
+        self.copies = {}
+        self.copies_add = False
+        self.is_copied = False
         self._shape = tf.TensorShape(shape)
         if updated_whole:
             self.update_whole()
@@ -260,6 +284,11 @@ class ShardedVariable(dtensor.DVariable):
     def path(self):
         """The Keras path of the variable, such as "dense/kernel"."""
         return self._path
+
+    def copy_to(self, other):
+        """Outside a step: gives its value to its copy `other`, on another mesh of the same shape."""
+        packed = dtensor.pack(self.shards(), other.layout)
+        tf.raw_ops.AssignVariableOp(resource=other.handle, value=packed)
 
     @property
     def read_layout(self):
@@ -451,9 +480,10 @@ class ShardedVariable(dtensor.DVariable):
                     f"variable {self.path!r} has shape {tuple(self.shape)}; received a value of "
                     f"shape {tuple(value.shape)}"
                 )
-            value = _fit(value, self._stored_shape)
-        packed = to_mesh(value, self.layout)
+            packed = to_mesh(_fit(value, self._stored_shape), self.layout)
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=packed)
+        for copy in self.copies.values():
+            copy.assign(tf.zeros_like(value) if self.copies_add else value)
         return self if read_value else None
 
     def assign_add(self, delta, use_locking=None, name=None, read_value=True):

@@ -68,7 +68,7 @@ def _constrain(x, constraint, source):
 
 def _lay_out(x, constraint, source):
     _check_rank(x, constraint, source)
-    mesh = tf.distribute.get_strategy().mesh
+    mesh = tf.distribute.get_strategy().step_mesh
     chain = lambda layouts: [mesh.layout(_fitting(x.shape, axes, mesh, source)) for axes in layouts]
     forward, backward = chain(constraint.axes), chain(constraint.gradient)
     with _tf.stop_recording():

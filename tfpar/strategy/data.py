@@ -44,13 +44,28 @@ def pack(batch, mesh):
     return tf.nest.pack_sequence_as(batch, packed)
 
 
-def cut(batch, parts):
-    """Cuts a nest of host values along its rows into at most `parts` nests of nearly equal rows."""
+def cut(batch, parts, multiple=1):
+    """Cuts a nest of host values along its rows into at most `parts` nests of nearly equal rows.
+
+    Args:
+      batch: a nest of arrays, tensors, numbers or None.
+      parts: how many, at most.
+      multiple: what the rows of all but the last are a multiple of.
+    """
     flat = tf.nest.flatten(batch, expand_composites=False)
     rows = next(len(value) for value in flat if np.ndim(value))
-    size = -(-rows // parts)
+    size = -(-rows // (parts * multiple)) * multiple
     take = lambda start: lambda v: v[start : start + size] if np.ndim(v) else v
     return [tf.nest.map_structure(take(start), batch) for start in range(0, rows, size)]
+
+
+def to_tensors(batch):
+    """A nest of host values as tensors that can live on a mesh.
+
+    Raises:
+      ValueError: a ragged, sparse or string tensor.
+    """
+    return tf.nest.map_structure(_to_tensor, batch, expand_composites=False)
 
 
 def _to_tensor(value):

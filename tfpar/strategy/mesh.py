@@ -5,6 +5,8 @@ row of an uneven batch weighs alike and masks normalise over the whole batch. `d
 batch, `model` shards weights by the `LayoutMap`; DTensor inserts the collectives.
 """
 
+import functools
+
 import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -18,7 +20,9 @@ from tfpar.strategy import data as data_lib
 from tfpar.strategy import rules, trainer
 from tfpar.variables import (
     ShardedVariable,
+    current_stage,
     in_step,
+    on_stage,
     shard_counts,
     step_scope,
     to_host,
@@ -80,7 +84,7 @@ class MeshStrategy(tf.distribute.Strategy):
     multiplies its batch size by it should multiply by `mesh.data`.
 
     Args:
-      mesh: a `tfpar.Mesh` with pipe=1.
+      mesh: a `tfpar.Mesh`. With pipe > 1 make the model a `tfpar.Pipeline` in the scope.
       layouts: a `tfpar.LayoutMap`, a dict of its rules or a `keras.distribution.LayoutMap`: which
         weights are split, and how. Weights without a rule are whole on every device.
       micro_batches: in how many slices a training step takes its batch, one after the other: the
@@ -90,16 +94,22 @@ class MeshStrategy(tf.distribute.Strategy):
         too, 3 weights too, which a step then gathers for each use (Rajbhandari et al. 2020, ZeRO).
 
     Raises:
-      ValueError: not a mesh, pipe > 1, micro_batches below 1, or an unknown zero.
+      ValueError: not a mesh, pipe > 1 on TPUs, micro_batches below 1 or together with pipe > 1, or an
+        unknown zero.
     """
 
     def __init__(self, mesh, layouts=None, micro_batches=1, zero=0):
         if not isinstance(mesh, Mesh):
             raise ValueError(f"mesh must be a tfpar.Mesh; received {mesh!r}")
-        if mesh.pipe > 1:
+        if mesh.pipe > 1 and mesh.device_type == "TPU":
             raise ValueError(
-                f"MeshStrategy takes a mesh with pipe=1; received pipe={mesh.pipe}. Leave pipe out "
-                "and give its devices to data or model"
+                f"pipe={mesh.pipe} is not supported on TPUs: TensorFlow wants all cores in one mesh. "
+                "Give the cores to data or model"
+            )
+        if mesh.pipe > 1 and micro_batches != 1:
+            raise ValueError(
+                f"with pipe={mesh.pipe} the micro-batches are those of the pipeline: leave out "
+                f"micro_batches={micro_batches!r} and say tfpar.Pipeline(model, micro_batches=...)"
             )
         if (
             isinstance(micro_batches, bool)
@@ -116,12 +126,31 @@ class MeshStrategy(tf.distribute.Strategy):
         self._layouts = LayoutMap.coerce(layouts)
         self._micro_batches = micro_batches
         self._zero = zero
+        self._stages = mesh.stages if mesh.pipe > 1 else (mesh,)
         super().__init__(_Extended(self))
 
     @property
     def mesh(self):
         """The `tfpar.Mesh` that steps run on."""
         return self._mesh
+
+    @property
+    def step_mesh(self):
+        """The `tfpar.Mesh` with pipe=1 that the calling code runs on: that of its stage.
+
+        Raises:
+          ValueError: with pipe > 1, outside of a stage.
+        """
+        if self._mesh.pipe == 1:
+            return self._mesh
+        stage = current_stage()
+        if stage is None:
+            raise ValueError(
+                f"on a mesh with pipe={self._mesh.pipe} a step runs on one stage at a time: make "
+                "the model a tfpar.Pipeline(model, micro_batches=...) inside the scope, and train "
+                "it with fit or train_on_batch; training loops of your own need pipe=1"
+            )
+        return self._stages[stage]
 
     @property
     def layouts(self):
@@ -148,13 +177,13 @@ class MeshStrategy(tf.distribute.Strategy):
         if not tf.executing_eagerly():
             return super().run(fn, args, kwargs, options)
         args, kwargs = self.pack((tuple(args), kwargs or {}))
-        with dtensor.default_mesh(self._mesh.dtensor_mesh):
+        with dtensor.default_mesh(self.step_mesh.dtensor_mesh):
             outputs = super().run(fn, args, kwargs, options)
         return tf.nest.map_structure(to_host, outputs)
 
     def pack(self, batch):
         """Packs a nest of host values onto the mesh, dim 0 over `data` (see `data.pack`)."""
-        return data_lib.pack(batch, self._mesh)
+        return data_lib.pack(batch, self.step_mesh)
 
     def explain(self, model):
         """A table of the model's weights: shape, layout, bytes per device, and each rule's catch.
@@ -174,6 +203,23 @@ class MeshStrategy(tf.distribute.Strategy):
                 axes, slot_axes = _axes_of(v.value.layout), _axes_of(v.value.slot_layout)
             rows.append((v.path, tuple(v.shape), v.value.dtype.size, axes, slot_axes))
         return layouts_lib.explain(rows, self._layouts, self._mesh, slots=self._zero > 0)
+
+    def place(self, variable, stages):
+        """Gives a Keras variable that was created in the scope its place on stage meshes.
+
+        Args:
+          variable: a `keras.Variable` of a layer.
+          stages: list of the numbers of the stages that read it; the first one updates it.
+
+        Raises:
+          ValueError: it was created elsewhere.
+        """
+        held = variable._value
+        make = getattr(held, "make_on_stage", None)
+        if make is None:
+            raise ValueError(rules.outside_scope(f"variable {variable.path!r}"))
+        make = functools.partial(make.func, held.read_value(), *make.args[1:])
+        variable._value = self.extended._on_stages(make, stages)
 
     def check_layouts(self, model):
         """Refuses rules that caught none of the weights of `model`.
@@ -240,7 +286,7 @@ class _Extended(_tf.StrategyExtendedV1):
 
     @property
     def _mesh(self):
-        return self._strategy.mesh
+        return self._strategy.step_mesh
 
     def _create_variable(self, next_creator, **kwargs):
         initial = kwargs.pop("initial_value")
@@ -250,8 +296,47 @@ class _Extended(_tf.StrategyExtendedV1):
         if initial.dtype == tf.string:  # tables and names: never part of a step
             return next_creator(initial_value=initial, **kwargs)
         path, owner = _tf.creating(kwargs.get("name") or "Variable")
+        make = functools.partial(self._make, initial, kwargs, path, owner)
+        if self._strategy.mesh.pipe == 1:
+            return make()
+        if isinstance(owner, keras.metrics.Metric):
+            return self._on_stages(make, [self._strategy.mesh.pipe - 1])
+        if isinstance(owner, keras.optimizers.Optimizer):
+            weight = kwargs.get("colocate_with")
+            weight = getattr(weight, "original", weight)
+            if not isinstance(weight, ShardedVariable):  # such as a counter: each stage has its own
+                return self._on_stages(make, range(self._strategy.mesh.pipe))
+            if not getattr(owner, "holds_gradients", False):
+                return self._on_stages(make, [weight.stage])
+            variable = self._on_stages(make, [weight.stage, *weight.copies])
+            variable.copies_add = True
+            return variable
+        # Which stage a weight belongs to is known when the model has been cut.
+        variable = next_creator(initial_value=initial, **kwargs)
+        variable.make_on_stage = make
+        return variable
+
+    def _on_stages(self, make, stages):
+        """The variable of the first of `stages`, with copies for the others."""
+        made = {}
+        for stage in stages:
+            with on_stage(stage):
+                made[stage] = make()
+            made[stage].stage = stage
+        first = made.pop(stages[0])
+        first.copies = made
+        for copy in made.values():
+            copy._unique_id = first._unique_id  # by which optimizers know a weight
+            copy.original = first
+            first.is_copied = copy.is_copied = True
+        return first
+
+    def _make(self, initial, kwargs, path, owner):
+        """The variable on the mesh of the current step."""
         shape = tuple(initial.shape)
         weight = kwargs.get("colocate_with")  # of an optimizer's slot
+        if isinstance(weight, ShardedVariable):
+            weight = weight.copies.get(current_stage(), weight)
         if isinstance(weight, ShardedVariable) and weight.shape == initial.shape:
             layouts = self._layouts_of_slot(weight, owner)
         else:
@@ -366,7 +451,7 @@ class _Extended(_tf.StrategyExtendedV1):
         return variable.read_value()
 
     def non_slot_devices(self, var_list):
-        return list(self._mesh.devices)
+        return list(self._strategy.mesh.devices)
 
     def _use_merge_call(self):
         return False
@@ -376,9 +461,8 @@ class _Extended(_tf.StrategyExtendedV1):
 
     def _experimental_distribute_dataset(self, dataset, options):
         # Slices are cut, and packed, when their turn comes.
-        return data_lib.PackedDataset(
-            dataset, self._mesh if self._strategy.micro_batches == 1 else None
-        )
+        whole = self._strategy.micro_batches == 1 and self._strategy.mesh.pipe == 1
+        return data_lib.PackedDataset(dataset, self._mesh if whole else None)
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         dataset = dataset_fn(tf.distribute.InputContext())
@@ -390,11 +474,11 @@ class _Extended(_tf.StrategyExtendedV1):
 
     @property
     def worker_devices(self):
-        return tuple(self._mesh.devices)
+        return tuple(self._strategy.mesh.devices)
 
     @property
     def parameter_devices(self):
-        return tuple(self._mesh.devices)
+        return tuple(self._strategy.mesh.devices)
 
     @property
     def should_checkpoint(self):

@@ -41,6 +41,7 @@ class Step:
         self._strategy = strategy
         self._step_function = step_function
         self._checked = False
+        assert strategy.step_mesh  # refuses a model without pipeline where pipe > 1
         self._call = self._run if model.run_eagerly else tf.function(self._run, autograph=False)
 
     def __call__(self, batch):
@@ -66,8 +67,8 @@ def run(strategy, fn, args, names):
     outputs = strategy.run(fn, args=args)
     if tf.executing_eagerly():
         return outputs
-    outputs = replicate(outputs, strategy.mesh)
-    rules.check_graph(tf.compat.v1.get_default_graph(), strategy.mesh, names)
+    outputs = replicate(outputs, strategy.step_mesh)
+    rules.check_graph(tf.compat.v1.get_default_graph(), strategy.step_mesh, names)
     return outputs
 
 
@@ -76,7 +77,7 @@ def compiled(strategy, fn):
     function = tf.function(lambda: run(strategy, fn, (), {}), autograph=False)
 
     def call():
-        with dtensor.default_mesh(strategy.mesh.dtensor_mesh):
+        with dtensor.default_mesh(strategy.step_mesh.dtensor_mesh):
             function()
 
     return call
@@ -110,7 +111,7 @@ def check_model(model, strategy):
         inside = variable.value
         if not isinstance(inside, ShardedVariable):
             raise rules.UnsupportedStep(rules.outside_scope(f"variable {variable.path!r}"))
-        if inside.layout.mesh != strategy.mesh.dtensor_mesh:
+        if inside.layout.mesh != strategy.step_mesh.dtensor_mesh:
             raise rules.UnsupportedStep(
                 f"variable {variable.path!r} belongs to the mesh of another strategy; build the "
                 "whole model, its optimizer and metrics in one strategy's scope"

@@ -20,7 +20,7 @@ NO_LOGIT = -1e9  # exp of it is 0 in every dtype
 
 
 def _mesh():
-    return tf.distribute.get_strategy().mesh
+    return tf.distribute.get_strategy().step_mesh
 
 
 def _batch_axes(tensor, mesh):

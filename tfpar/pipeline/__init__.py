@@ -1,0 +1,1 @@
+"""Pipelines: schedules of micro-batches over stages, their simulation and their pictures."""

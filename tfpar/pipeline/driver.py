@@ -1,0 +1,110 @@
+"""Walks the table of a schedule: one thread a rank, each working its own list in order.
+
+What an action does, and what it needs, the driver is told; it knows of nothing but order, errors
+and interrupts. A call that waits for a device lets the other threads run.
+"""
+
+import threading
+
+
+class StageError(RuntimeError):
+    """A stage of a pipeline failed; the message names stage, micro-batch, layer and cause.
+
+    Attributes:
+      stage: the number of the virtual stage.
+      micro_batch: the number of the micro-batch in its batch.
+    """
+
+    def __init__(self, message, stage=None, micro_batch=None):
+        super().__init__(message)
+        self.stage = stage
+        self.micro_batch = micro_batch
+
+
+class _Walk:
+    """The state of a walk, shared by its threads."""
+
+    def __init__(self, needs, perform):
+        self.needs, self.perform = needs, perform
+        self.done: set = set()
+        self.error: BaseException | None = None
+        self.stopped = False
+        self.changed = threading.Condition()
+
+    def is_ready(self, action):
+        return all(need in self.done for need in self.needs(action))
+
+    def run(self, rank, action):
+        self.perform(rank, action)
+        with self.changed:
+            self.done.add(action)
+            self.changed.notify_all()
+
+    def work(self, rank, actions):
+        """What the thread of a rank does."""
+        try:
+            for action in actions:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.stopped or self.is_ready(action))
+                    if self.stopped:
+                        return
+                self.run(rank, action)
+        except BaseException as error:
+            self.stop(error)
+
+    def stop(self, error):
+        with self.changed:
+            self.stopped = True
+            self.error = self.error or error
+            self.changed.notify_all()
+
+
+def drive(tables, needs, perform, in_turn=False):
+    """Performs every action of every rank, each as soon as its rank is free and its needs are met.
+
+    Args:
+      tables: for each rank its actions (hashable, each once), in the order in which it works them.
+      needs: takes an action, returns the actions that must have been performed before.
+      perform: takes rank and action; called in the thread of the rank.
+      in_turn: whether to perform one action at a time, in this thread; for functions that are traced
+        as they are first called.
+
+    Raises:
+      The first error of `perform`. No action begins after it, and when it is raised all threads have
+      ended; so it is with an interrupt of the calling thread.
+    """
+    walk = _Walk(needs, perform)
+    if in_turn:
+        _take_turns(walk, tables)
+        return
+    threads = [
+        threading.Thread(target=walk.work, args=(rank, actions), name=f"stage-{rank}", daemon=True)
+        for rank, actions in enumerate(tables)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.1)  # in pieces: a join without end would not see Ctrl-C
+    except BaseException as error:
+        walk.stop(error)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        raise
+    if walk.error is not None:
+        raise walk.error
+
+
+def _take_turns(walk, tables):
+    left = [list(actions) for actions in tables]
+    while any(left):
+        waiting = []
+        for rank, actions in enumerate(left):
+            if actions and walk.is_ready(actions[0]):
+                walk.run(rank, actions.pop(0))
+                break
+            waiting += actions[:1]
+        else:
+            raise RuntimeError(f"the schedule is deadlocked: {waiting} wait for each other")

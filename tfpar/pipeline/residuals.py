@@ -1,0 +1,70 @@
+"""A stage's forward pass that keeps what its backward pass needs, instead of running again.
+
+The backward pass is traced inside the graph of the forward pass. What it captures there are the
+residuals: the forward pass returns them, and the backward pass is later called with them.
+"""
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+CONSTANT = (
+    1024  # captured tensors of at most so many elements whose values are known stay constants
+)
+
+
+class Kept:
+    """A forward and a backward pass, traced for one signature.
+
+    Args:
+      trace: takes the arguments of the forward pass; returns (outputs, backward, specs): the outputs,
+        the function that makes the backward pass, and the specs of its arguments.
+      run: takes the function of the backward pass, returns it as a step of the stage.
+      finish: called at the end of each of the two traces.
+      mesh: the stage's `Mesh`.
+      args: arguments of the forward pass.
+    """
+
+    def __init__(self, trace, run, finish, mesh, args):
+        found: dict = {}
+
+        def forward(*args):
+            outputs, backward, specs = trace(*args)
+
+            def finished(*args):
+                results = run(backward)(*args)
+                finish()
+                return results
+
+            compiled = tf.function(finished, autograph=False).get_concrete_function(*specs)
+            graph = tf.compat.v1.get_default_graph()
+            finish()
+            outside = {id(inner): outer for outer, inner in graph.captures}
+            found.update(backward=compiled, sources=[])
+            residuals: list = []
+            for tensor in compiled.captured_inputs:
+                if isinstance(tensor, tf.__internal__.EagerTensor) or id(tensor) in outside:
+                    found["sources"].append(outside.get(id(tensor), tensor))  # such as a variable
+                    continue
+                value = tf.get_static_value(tensor)
+                if value is not None and value.size <= CONSTANT:
+                    with tf.init_scope():
+                        layout = mesh.layout((None,) * value.ndim)
+                        constant = tf.constant(value, tensor.dtype)
+                        found["sources"].append(dtensor.pack([constant] * mesh.size, layout))
+                else:
+                    found["sources"].append(len(residuals))
+                    residuals.append(tensor)
+            return outputs, residuals
+
+        self._forward = tf.function(forward, autograph=False).get_concrete_function(*args)
+        self._backward, self._sources = found["backward"], found["sources"]
+
+    def forward(self, *args):
+        """Returns (outputs, residuals)."""
+        return self._forward(*args)
+
+    def backward(self, residuals, *args):
+        """Runs the backward pass on what a forward pass has kept."""
+        captures = [residuals[k] if isinstance(k, int) else k for k in self._sources]
+        self._backward.set_external_captures(captures)
+        return self._backward(*args)

@@ -1,0 +1,424 @@
+"""A stage of a pipeline: consecutive calls of a model on a mesh of their own.
+
+A stage has compiled functions: forward; backward, which runs the stage again (recompute) or takes
+what the forward pass has kept; and on the last stage forward, loss and backward at once. Which
+function runs when is not known here.
+"""
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfpar import _tf, accumulation, denominators
+from tfpar.pipeline.residuals import Kept
+from tfpar.strategy import rules, trainer
+from tfpar.variables import on_stage
+
+
+class _Calls(keras.layers.Layer):
+    """Runs consecutive calls of a model as one layer, so that Keras knows whether it trains."""
+
+    def __init__(self, calls, name, policy):
+        super().__init__(name=name, dtype=policy, autocast=False)
+        self._convert_input_args = False
+        self._allow_non_tensor_positional_args = True
+        self._calls = calls
+        layers = {id(call.operation): call.operation for call in calls if call.layers}
+        self.parts = list(layers.values())
+        self.supports_masking = True
+        self.built = True
+
+    def call(self, values, masks, training=None):
+        values = dict(values)
+        for number, mask in masks.items():
+            _tf.set_keras_mask(values[number], mask)
+        for call in self._calls:
+            call.run(values, training)
+        return values
+
+    def compute_mask(self, inputs, previous_mask):
+        return None
+
+
+class Stage:
+    """Consecutive calls of a model.
+
+    Args:
+      graph: the model's `graph.Graph`.
+      start, stop: its calls are `graph.calls[start:stop]`.
+      index: its place among the virtual stages.
+      rank: on which stage mesh it runs.
+      is_last: whether it computes the loss.
+
+    Attributes:
+      span: the numbers of its first call and of the one after its last.
+      takes: the numbers of the values that it needs from others, the model's inputs among them.
+      gives: the numbers of its values that others need.
+      state: list of the variables that its forward pass has been seen to change.
+      adds_losses: whether its layers were seen to add losses that depend on the batch.
+    """
+
+    def __init__(self, graph, start, stop, index, rank, is_last):
+        self.index, self.rank, self.is_last = index, rank, is_last
+        self.span = start, stop
+        self.calls = graph.calls[start:stop]
+        made = {number for call in self.calls for number in call.gives}
+        needed = {number for call in self.calls for number in call.takes.values()}
+        if is_last:
+            needed |= set(graph.outputs)
+        later = {number for call in graph.calls[stop:] for number in call.takes.values()}
+        self.takes = sorted(needed - made)
+        self.gives = sorted(made & (later | set(graph.outputs)))
+        self.names = [call.name for call in self.calls]
+        self.layer = _Calls(self.calls, f"tfpar_stage_{index}", graph.model.dtype_policy)
+        self.state: list = []
+        self.adds_losses = False
+
+    @property
+    def variables(self):
+        """The variables of its layers, seed states among them."""
+        return self.layer.variables
+
+    @property
+    def trainable(self):
+        """The trainable weights of its layers."""
+        return self.layer.trainable_variables
+
+    def run(self, values, masks, training, kept=None):
+        """In a step: runs the calls, changing no variable.
+
+        Args:
+          values: {number: tensor} of what the stage takes.
+          masks: {number: mask} of those that have one.
+          training: the training flag.
+          kept: {place in `state`: value} of the state that the calls shall start from.
+
+        Returns:
+          (all values, losses that its layers add, {variable: its new value}).
+        """
+        mapping = [(self.state[place], value) for place, value in (kept or {}).items()]
+        with keras.StatelessScope(mapping, collect_losses=True) as scope:
+            before = dict(scope.state_mapping)
+            values = self.layer(values, masks, training=training)
+            losses = list(self.layer.losses)
+            self.adds_losses = any(x._get_own_losses() for x in self.layer._flatten_layers())
+            changed = []
+            for variable in self.variables:
+                new = scope.get_current_value(variable)
+                if new is not None and new is not before.get(id(variable)):
+                    changed.append((variable, new))
+        return values, losses, changed
+
+    def remember(self, changed):
+        """In a step: writes changed state, and returns {place in `state`: value before}."""
+        kept = {}
+        for variable, new in changed:
+            if variable._value.is_copied:
+                raise rules.UnsupportedStep(
+                    f"variable {variable.path!r} changes as the model runs, and is used by several "
+                    "stages, each of which would have a value of its own; keep the layers that use "
+                    "it in one stage"
+                )
+            if not any(variable is known for known in self.state):
+                self.state.append(variable)
+            place = next(k for k, known in enumerate(self.state) if known is variable)
+            kept[place] = tf.identity(variable._value)
+            variable.assign(new)
+        return kept
+
+
+def masks_of(values, numbers):
+    """{number: mask} of the values that have a Keras mask."""
+    found = {number: _tf.get_keras_mask(values[number]) for number in numbers}
+    return {number: mask for number, mask in found.items() if mask is not None}
+
+
+class Functions:
+    """The compiled functions of a stage of a compiled model.
+
+    Args:
+      stage: a `Stage`.
+      plan: the `model.Plan` that it belongs to.
+    """
+
+    def __init__(self, stage, plan):
+        self.stage = stage
+        self._plan = plan
+        self._model = plan.model
+        self._strategy = plan.strategy
+        compiled = lambda fn: self.compiled(fn)
+        self.forward = compiled(self._forward)
+        self.backward = compiled(self._backward)
+        self.train_last = compiled(self._train_last)
+        self.test_last = compiled(self._test_last)
+        self.predict = compiled(self._predict)
+        self._kept: dict = {}
+
+    def compiled(self, fn):
+        """`fn` as a compiled step on the mesh of the stage; positional arguments only."""
+
+        def step(*args):
+            plan, rank = self._plan, self.stage.rank
+            with on_stage(rank), plan.variables_on(rank), rules.unrolled(self._model):
+                outputs = self._strategy.run(fn, args=args)
+                self._check()
+            return outputs
+
+        return tf.function(step, autograph=False)
+
+    def _check(self):
+        """At the end of a trace: makes the graph fit for the mesh or refuses it."""
+        graph = tf.compat.v1.get_default_graph()
+        rules.check_graph(graph, self._strategy.step_mesh, trainer.variable_names(self._model))
+
+    @property
+    def _optimizer(self):
+        return self._model.optimizer
+
+    def _pinned(self, tensors):
+        """Lays tensors out as they travel: by rows over `data`, else whole."""
+        mesh = self._strategy.step_mesh
+
+        def one(tensor):
+            axes: list = [None] * tensor.shape.rank
+            if axes and tensor.shape[0] is not None and tensor.shape[0] % mesh.data == 0:
+                axes[0] = "data"
+            return dtensor.relayout(tensor, mesh.layout(axes))
+
+        return tf.nest.map_structure(one, tensors)
+
+    def _given(self, values):
+        numbers = self.stage.gives
+        given = {number: values[number] for number in numbers}
+        return self._pinned(given), self._pinned(masks_of(values, numbers))
+
+    # All but the last stage.
+
+    def _forward(self, values, masks, training):
+        """Returns (values, masks, state before, sum of its own losses or None)."""
+        values, losses, changed = self.stage.run(values, masks, training)
+        kept = self.stage.remember(changed)
+        own = self._own(losses)
+        given, masks = self._given(values)
+        return given, masks, kept, own
+
+    def _own(self, losses):
+        losses = [self._model._aggregate_additional_loss(loss) for loss in losses]
+        return tf.add_n(losses) if losses else None
+
+    def _backward(self, values, masks, kept, upstream, counts):
+        """Runs the stage again, adds the gradients of its weights to the window's.
+
+        Args:
+          values, masks, kept: what the forward pass was given, and the state that it found.
+          upstream: for each part of the gradient {number: list of gradients} of what it has given.
+          counts: for each part its denominator, a scalar.
+
+        Returns:
+          (for each part {number: gradient} of what it took, a scalar to wait for).
+        """
+        sources = self._sources(values)
+        with tf.GradientTape(persistent=len(upstream) > 1) as tape:
+            tape.watch([values[number] for number in sources])
+            made, losses, _ = self.stage.run(values, masks, True, kept)
+            own = self._own(losses)
+            if own is not None:
+                own = self._optimizer.inner_optimizer.scale_loss(own)
+        results = []
+        for part, gradients in enumerate(upstream):
+            targets = [made[number] for number in gradients]
+            grads = [tf.add_n(list(found)) for found in gradients.values()]
+            if part == 0 and own is not None:
+                targets.append(own)
+                grads.append(tf.ones_like(own))
+            results.append(self._apply(tape, part, targets, grads, values, counts[part]))
+        return results, tf.zeros(())
+
+    def keep(self, values, masks):
+        """A forward pass that keeps what the backward pass needs; returns `forward`'s outputs and that.
+
+        Returns:
+          ((values, masks, state before, sum of its own losses or None), what `back` takes).
+        """
+        key = _signature((values, masks))
+        if key not in self._kept:
+            plan, stage = self._plan, self.stage
+            run = lambda fn: lambda *args: self._strategy.run(fn, args=args)
+            with on_stage(stage.rank), plan.variables_on(stage.rank), rules.unrolled(self._model):
+                mesh = self._strategy.step_mesh
+                self._kept[key] = Kept(run(self._keep), run, self._check, mesh, (values, masks))
+        outputs, residuals = self._kept[key].forward(values, masks)
+        return outputs, (key, residuals)
+
+    def back(self, kept, upstream, count):
+        """The backward pass on what `keep` has kept, for a gradient of one part; as `backward`."""
+        key, residuals = kept
+        return self._kept[key].backward(residuals, upstream, count)
+
+    def _keep(self, values, masks):
+        sources = self._sources(values)
+        with tf.GradientTape() as tape:
+            tape.watch([values[number] for number in sources])
+            made, losses, changed = self.stage.run(values, masks, True)
+            own = self._own(losses)
+            scaled = None if own is None else self._optimizer.inner_optimizer.scale_loss(own)
+        before = self.stage.remember(changed)
+        given, masks = self._given(made)
+
+        def back(upstream, count):
+            targets = [made[number] for number in upstream]
+            grads = [tf.add_n(found) for found in upstream.values()]
+            if scaled is not None:
+                targets.append(scaled)
+                grads.append(tf.ones_like(scaled))
+            return [self._apply(tape, 0, targets, grads, values, count)], tf.zeros(())
+
+        wanted = [number for number in self.stage.gives if self._plan.needs_gradient[number]]
+        specs = {
+            number: [tf.TensorSpec(given[number].shape, given[number].dtype)]
+            * len(self._plan.consumers(number))
+            for number in wanted
+        }
+        return (given, masks, before, own), back, (specs, tf.TensorSpec((), self._wide))
+
+    def _sources(self, values):
+        return [number for number in self.stage.takes if self._plan.needs_gradient[number]]
+
+    def _apply(self, tape, part, targets, upstream, values, count):
+        """Adds gradients to the window; returns those of the values taken."""
+        plan, sources = self._plan, self._sources(values)
+        weights, places = plan.weights_of(self.stage)
+        wanted = [weight._value for weight in weights] + [values[number] for number in sources]
+        found = [None] * len(wanted)
+        if targets and wanted:
+            found = tape.gradient(targets, wanted, output_gradients=upstream)
+        gradients, rest = found[: len(weights)], found[len(weights) :]
+        plan.note_gradients(self.stage.rank, places, gradients)
+        self._optimizer.held(part)
+        with plan.variables_on(self.stage.rank):  # those just made too
+            self._optimizer.add_gradients(part, places, gradients, count)
+        taken = {}
+        for number, gradient in zip(sources, rest, strict=True):
+            value = values[number]
+            gradient = tf.zeros_like(value) if gradient is None else tf.convert_to_tensor(gradient)
+            taken[number] = tf.cast(gradient, value.dtype)
+        return self._pinned(taken)
+
+    # The last stage.
+
+    def _train_last(self, values, masks, y, sample_weight, rows):
+        """Forward, loss, metrics and backward.
+
+        Returns:
+          (for each part {number: gradient} of what it took, for each part its denominator, the
+          figures of the losses for `report`).
+        """
+        sources = self._sources(values)
+        optimizer = self._optimizer
+        with denominators.take_notes(rows) as notes, tf.GradientTape(persistent=True) as tape:
+            tape.watch([values[number] for number in sources])
+            made, added, changed = self.stage.run(values, masks, True)
+            y_pred = self._predicted(made)
+            loss, noted, exact = self._loss(y, y_pred, sample_weight, notes)
+            own = self._own(added)
+            total = loss if own is None else loss + own
+            scaled = optimizer.inner_optimizer.scale_loss(total)
+        self.stage.remember(changed)
+        used, rest = accumulation.what_makes(total, noted)
+        if any(stage.adds_losses for stage in self._plan.stages):
+            rest = "batch"
+        groups, takes_rest = accumulation.grouped(used, rest)
+        keys = sorted(groups, key=lambda key: key != takes_rest)  # its part comes first
+        self._plan.note_counts(all(_is_of_rows(group) for group in groups.values()))
+        remains, upstream = scaled, {}
+        if len(groups) > 1:
+            found = tape.gradient(scaled, [loss.value for loss in used])
+            upstream = {id(loss): gradient for loss, gradient in zip(used, found)}
+            others = [x for key in keys[1:] for x in groups[key]]
+            with tape:  # the part of the others has exactly no gradient in what remains
+                remains -= tf.add_n([tf.stop_gradient(upstream[id(x)]) * x.value for x in others])
+        results, counts = [], []
+        for part, key in enumerate(keys):
+            group = groups[key]
+            count = _count(group, rows, self._wide)
+            targets, grads = [remains], [tf.ones_like(remains)]
+            if part > 0:
+                targets = [x.value for x in group]
+                grads = [upstream[id(x)] for x in group]
+            results.append(self._apply(tape, part, targets, grads, values, count))
+            counts.append(count)
+        del tape
+        self._update_metrics(y, y_pred, sample_weight)
+        return results, counts, self._figures(loss, noted if exact else [], own, rows)
+
+    def _test_last(self, values, masks, y, sample_weight, rows):
+        """Forward, loss and metrics, without training; returns the figures of the losses."""
+        with denominators.take_notes(rows) as notes:
+            made, added, changed = self.stage.run(values, masks, False)
+            y_pred = self._predicted(made)
+            loss, noted, exact = self._loss(y, y_pred, sample_weight, notes)
+        self.stage.remember(changed)
+        self._update_metrics(y, y_pred, sample_weight)
+        return self._figures(loss, noted if exact else [], self._own(added), rows)
+
+    def _predict(self, values, masks):
+        made, _, changed = self.stage.run(values, masks, False)
+        self.stage.remember(changed)
+        return self._predicted(made)
+
+    @property
+    def _wide(self):
+        return tf.float64 if keras.config.floatx() == "float64" else tf.float32
+
+    def _predicted(self, values):
+        graph = self._plan.graph
+        return graph.structured([values[number] for number in graph.outputs])
+
+    def _loss(self, y, y_pred, sample_weight, notes):
+        """The loss that was compiled.
+
+        Returns:
+          (the loss, the `denominators.Loss`es noted, whether these are all that it is made of.)
+        """
+        compiled = self._model._compile_loss
+        if compiled is None:
+            return tf.zeros((), self._wide), [], False
+        # Where all losses are known, their metrics are told the loss of the whole batch, by `report`.
+        with keras.StatelessScope():
+            loss = compiled(y, y_pred, sample_weight)
+        if len(notes.losses) == len(compiled._flat_losses):
+            return loss, list(notes.losses), True
+        notes.losses.clear()
+        loss = compiled(y, y_pred, sample_weight)
+        return loss, list(notes.losses), False
+
+    def _update_metrics(self, y, y_pred, sample_weight):
+        if self._model._compile_metrics is not None:
+            self._model._compile_metrics.update_state(y, y_pred, sample_weight=sample_weight)
+
+    def _figures(self, loss, noted, own, rows):
+        """What `report.batch_loss` needs of a micro-batch, as one vector."""
+        rows = tf.cast(rows, self._wide)
+        figures = [loss, 0.0 if own is None else own, rows]
+        for one in noted:
+            figures += [one.value, _count([one], rows, self._wide)]
+        self._plan.kinds = [one.kind for one in noted]
+        return tf.stack([tf.cast(figure, self._wide) for figure in figures])
+
+
+def _signature(nest):
+    """The structure, shapes and dtypes of a nest of tensors."""
+    flat = [(tuple(x.shape), x.dtype) for x in tf.nest.flatten(nest) if x is not None]
+    return tuple(flat), tuple(map(tuple, nest))
+
+
+def _is_of_rows(group):
+    return not group or (group[0].kind == denominators.MEAN and group[0].count is None)
+
+
+def _count(group, rows, dtype):
+    """The denominator of losses that share one."""
+    if group and group[0].kind == denominators.SUM:
+        return tf.ones((), dtype)
+    count = group[0].count if group else None
+    return tf.cast(rows if count is None else count, dtype)

@@ -1,0 +1,342 @@
+"""A batch's trip through the stages of a pipelined model."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar.collectives import hop
+from tfpar.pipeline import driver, report
+from tfpar.pipeline.schedule import BACKWARD, FORWARD
+from tfpar.pipeline.stage import Functions
+from tfpar.pipeline.update import Update
+from tfpar.strategy import data as data_lib
+from tfpar.strategy import rules
+from tfpar.variables import on_stage, to_host, to_mesh
+
+TRAIN, TEST, PREDICT = "train", "test", "predict"
+
+
+class Trips:
+    """Takes batches through the stages of a compiled model.
+
+    Args:
+      plan: the `plan.Plan`.
+    """
+
+    def __init__(self, plan):
+        self.plan = plan
+        self.functions = [Functions(stage, plan) for stage in plan.stages]
+        self._update = None
+        self._report = self.functions[-1].compiled(self._tell)
+        self._known: dict = {}
+        self._scalars: dict = {}
+
+    @property
+    def update(self):
+        """The `Update` of the model's optimizer."""
+        if self._update is None:
+            self._update = Update(self.plan)
+        return self._update
+
+    def train(self, batch):
+        """Trains on one batch of host values; returns the logs."""
+        try:
+            trip = self._go(batch, TRAIN)
+            counts = np.sum([[float(to_host(c)) for c in found] for found in trip.counts], axis=0)
+            figures, added = trip.figures_on_host()
+        except BaseException:
+            self.update.forget()
+            raise
+        self.update.finish_batch(list(counts))
+        return self._tell_loss(figures, added)
+
+    def test(self, batch):
+        """Evaluates one batch of host values; returns the logs."""
+        return self._tell_loss(*self._go(batch, TEST).figures_on_host())
+
+    def predict(self, batch):
+        """The outputs for one batch of host values, on the host."""
+        found = self._go(batch, PREDICT).predicted
+        parts = [tf.nest.map_structure(to_host, outputs) for outputs in found]
+        return tf.nest.map_structure(lambda *values: tf.concat(values, 0), *parts)
+
+    def predict_all(self, batches):
+        """The outputs for a list of batches, as Keras wants them."""
+        outputs = [self.predict(batch) for batch in batches]
+        return tf.nest.map_structure(lambda *values: tf.concat(values, 0), *outputs)
+
+    def _go(self, batch, mode):
+        plan = self.plan
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        x = plan.graph.standardized(data_lib.to_tensors(x))
+        rest = data_lib.to_tensors((y, sample_weight))
+        parts = plan.schedule.micro_batches
+        slices = data_lib.cut((x, *rest), parts, plan.meshes[0].data)
+        table = plan.schedule.take(len(slices))
+        ranks = table.ranks if mode == TRAIN else table.forward_only()
+        key = mode, _signature(slices)
+        if key not in self._known:
+            plan.place_metrics()
+        trip = Trip(self, slices, mode, self._known.get(key, False))
+        # Functions are traced one at a time, in this thread, by the first batch of its shapes.
+        driver.drive(trip.tables(ranks), trip.needs, trip.perform, in_turn=key not in self._known)
+        self._known.setdefault(key, plan.counts_are_rows)
+        return trip
+
+    def scalar(self, rank, value):
+        """A float on the mesh of `rank`."""
+        key = rank, value
+        if key not in self._scalars:
+            if len(self._scalars) > 1000:
+                self._scalars.clear()
+            dtype = self.functions[0]._wide
+            layout = self.plan.meshes[rank].layout(())
+            self._scalars[key] = to_mesh(tf.constant(value, dtype), layout)
+        return self._scalars[key]
+
+    def _tell_loss(self, figures, added):
+        compiled = self.plan.model._compile_loss
+        weights = (
+            []
+            if compiled is None
+            else [1.0 if w is None else w for _, _, w, _ in compiled._flat_losses]
+        )
+        total, losses = report.batch_loss(figures, self.plan.kinds, weights, added)
+        rows = float(figures[:, 2].sum())
+        rank = self.plan.ranks - 1
+        pack = lambda value: to_mesh(
+            tf.constant(value, self.functions[0]._wide), self.plan.meshes[rank].layout(())
+        )
+        logs = self._report(pack(total), [pack(loss) for loss in losses], pack(rows))
+        return tf.nest.map_structure(to_host, logs)
+
+    def _tell(self, loss, losses, rows):
+        """On the last stage: gives the loss of a batch to its trackers, and returns the logs."""
+        model = self.plan.model
+        model._loss_tracker.update_state(loss, sample_weight=rows)
+        if losses:
+            for metric, value in zip(model._compile_loss.metrics, losses):
+                metric.update_state(value, sample_weight=rows)
+        return model.get_metrics_result()
+
+
+class Trip:
+    """One batch on its way.
+
+    Args:
+      trips: the `Trips`.
+      slices: list of (x, y, sample_weight), host values.
+      mode: TRAIN, TEST or PREDICT.
+      counts_are_rows: whether all losses are known to be divided by the rows.
+    """
+
+    def __init__(self, trips, slices, mode, counts_are_rows):
+        self.trips, self.plan = trips, trips.plan
+        self.slices, self.mode = slices, mode
+        self.counts_are_rows = counts_are_rows
+        self.rows = [_rows(piece) for piece in slices]
+        many = len(slices)
+        self.counts: list = [None] * many
+        self.figures: list = [None] * many
+        self.predicted: list = [None] * many
+        self.added: list = [[] for _ in slices]
+        self.tokens: list = []
+        self._given: dict = {}  # (value, micro-batch): (tensor, mask) on the mesh that made it
+        self._taken: dict = {}  # (stage, micro-batch): what its forward pass took and kept
+        self._gradients: dict = {}  # (stage, micro-batch): for each part what its backward pass gave
+
+    def tables(self, ranks):
+        """The tables of a schedule with stages in place of chunks."""
+        stage = self.plan.schedule.stage_of
+        return [
+            [(kind, stage(rank, chunk), m) for kind, m, chunk in actions]
+            for rank, actions in enumerate(ranks)
+        ]
+
+    def needs(self, action):
+        """What must have been performed before an action."""
+        kind, index, m = action
+        plan = self.plan
+        stage = plan.stages[index]
+        if kind == FORWARD:
+            makers = {self._maker(number) for number in stage.takes} - {None}
+            return [(FORWARD, maker, m) for maker in makers]
+        needed = [(FORWARD, index, m), (FORWARD, len(plan.stages) - 1, m)]
+        consumers = {index for number in stage.gives for index in plan.consumers(number)}
+        return needed + [(BACKWARD, consumer, m) for consumer in consumers]
+
+    def _maker(self, number):
+        """The stage that makes a value; None for an input of the model."""
+        return self.plan.maker[number]
+
+    def perform(self, rank, action):
+        """Performs an action of the table."""
+        kind, index, m = action
+        with self._blaming(index, m, kind):
+            if kind == BACKWARD:
+                self._backward(self.plan.stages[index], m)
+            elif index == len(self.plan.stages) - 1:
+                self._last(self.plan.stages[index], m)
+            else:
+                self._forward(self.plan.stages[index], m)
+
+    def _blaming(self, index, micro_batch, kind):
+        return _Blame(self.plan.stages[index], micro_batch, kind)
+
+    # Forward.
+
+    def _take(self, stage, m):
+        """(values, masks) that a stage takes, on its mesh."""
+        values, masks, inputs = {}, {}, {}
+        for number in stage.takes:
+            maker = self._maker(number)
+            if maker is None:
+                inputs[number] = self.slices[m][0][self.plan.graph.inputs.index(number)]
+                continue
+            tensor, mask = self._given[number, m]
+            with self._blaming(maker, m, FORWARD):
+                values[number] = self._bring(tensor, maker, stage.rank)
+                if mask is not None:
+                    masks[number] = self._bring(mask, maker, stage.rank)
+        values.update(self._pack(inputs, stage.rank))
+        return values, masks
+
+    def _pack(self, values, rank):
+        with on_stage(rank):
+            return self.plan.strategy.pack(values)
+
+    def _bring(self, tensor, maker, rank):
+        if self.plan.stages[maker].rank == rank:
+            return tensor
+        return hop(tensor, self.plan.meshes[rank])
+
+    def _forward(self, stage, m):
+        values, masks = self._take(stage, m)
+        function = self.trips.functions[stage.index]
+        residuals = None
+        if self.mode == TRAIN and not self.plan.recompute:
+            (given, made, kept, own), residuals = function.keep(values, masks)
+        else:
+            given, made, kept, own = function.forward(values, masks, self.mode == TRAIN)
+        for number, tensor in given.items():
+            self._given[number, m] = tensor, made.get(number)
+        if own is not None:
+            self.added[m].append((stage.index, own))
+        if self.mode == TRAIN:
+            self._taken[stage.index, m] = values, masks, kept, residuals
+
+    def _last(self, stage, m):
+        values, masks = self._take(stage, m)
+        function = self.trips.functions[stage.index]
+        if self.mode == PREDICT:
+            self.predicted[m] = function.predict(values, masks)
+            return
+        rows = self.trips.scalar(stage.rank, float(self.rows[m]))
+        y, sample_weight = self._pack(self.slices[m][1:], stage.rank)
+        if self.mode == TEST:
+            self.figures[m] = function.test_last(values, masks, y, sample_weight, rows)
+            return
+        found = function.train_last(values, masks, y, sample_weight, rows)
+        self._gradients[stage.index, m], self.counts[m], self.figures[m] = found
+
+    # Backward.
+
+    def _backward(self, stage, m):
+        last = len(self.plan.stages) - 1
+        if stage.index == last:
+            return  # done as one with the forward pass
+        upstream: list = [{} for _ in self.counts[m]]
+        for number in stage.gives:
+            if not self.plan.needs_gradient[number]:
+                continue
+            for consumer in self.plan.consumers(number):
+                for part, found in enumerate(self._gradients[consumer, m]):
+                    with self._blaming(consumer, m, BACKWARD):
+                        gradient = self._bring(found[number], consumer, stage.rank)
+                    upstream[part].setdefault(number, []).append(gradient)
+        values, masks, kept, residuals = self._taken.pop((stage.index, m))
+        function = self.trips.functions[stage.index]
+        counts = self._counts(stage.rank, m)
+        if residuals is not None and len(counts) == 1:
+            gradients, token = function.back(residuals, upstream[0], counts[0])
+        else:
+            gradients, token = function.backward(values, masks, kept, upstream, counts)
+        self._gradients[stage.index, m] = gradients
+        self.tokens.append((stage.index, m, token))
+
+    def _counts(self, rank, m):
+        if self.counts_are_rows:
+            return [self.trips.scalar(rank, float(self.rows[m]))] * len(self.counts[m])
+        last = len(self.plan.stages) - 1
+        return [self._bring(count, last, rank) for count in self.counts[m]]
+
+    # At the end.
+
+    def figures_on_host(self):
+        """(figures of the losses, what other stages have added) for each micro-batch; waits for all."""
+        for index, m, token in self.tokens:
+            with self._blaming(index, m, BACKWARD):
+                to_host(token)
+        figures, added = [], []
+        for m, vector in enumerate(self.figures):
+            with self._blaming(len(self.plan.stages) - 1, m, FORWARD):
+                figures.append(to_host(vector).numpy())
+            total = 0.0
+            for index, own in self.added[m]:
+                with self._blaming(index, m, FORWARD):
+                    total += float(to_host(own))
+            added.append(total)
+        return np.asarray(figures, "float64"), added
+
+
+class _Blame:
+    """Has an error name the stage, micro-batch and layer that it comes from."""
+
+    def __init__(self, stage, micro_batch, kind):
+        self._stage, self._micro_batch, self._kind = stage, micro_batch, kind
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if error is None or not isinstance(error, Exception) or getattr(error, "is_blamed", False):
+            return
+        stage = self._stage
+        passing = "forward" if self._kind == FORWARD else "backward"
+        where = (
+            f"stage {stage.index} (mesh {stage.rank}), micro-batch {self._micro_batch}, in its "
+            f"{passing} pass"
+        )
+        if isinstance(error, tf.errors.OpError):
+            known = rules.explain_failure(error)
+            if known is None:
+                layer = _layer_in(str(error), stage.names)
+                layer = f"layer {layer!r}" if layer else f"one of its layers {stage.names}"
+                known = driver.StageError(
+                    f"{where}: {layer} failed: {error.message[:2000]}",
+                    stage.index,
+                    self._micro_batch,
+                )
+            else:
+                known.add_note(f"in {where}")
+            known.is_blamed = True  # type: ignore[attr-defined]
+            raise known from error
+        error.add_note(f"in {where}; its layers are {stage.names}")
+        error.is_blamed = True  # type: ignore[attr-defined]
+
+
+def _layer_in(text, names):
+    """The name of the layer that an error's text speaks of, or None."""
+    found = [(text.rfind(f"/{name}/"), name) for name in {n.split("#")[0] for n in names}]
+    found = [(place, name) for place, name in found if place >= 0]
+    return max(found)[1] if found else None
+
+
+def _rows(piece):
+    return next(len(value) for value in tf.nest.flatten(piece) if np.ndim(value))
+
+
+def _signature(slices):
+    """The shapes and dtypes of a batch's slices, those that are there."""
+    one = lambda value: (tuple(np.shape(value)), str(getattr(value, "dtype", type(value))))
+    return frozenset(tuple(map(one, tf.nest.flatten(piece))) for piece in slices)

@@ -1,0 +1,226 @@
+"""The update of a pipelined model: one optimizer for the user, a part of it on each stage mesh.
+
+Every mesh updates its own weights. What they share is computed on all of them alike: counters,
+learning rate and loss scale, of which each mesh has its own copy. The norm of all gradients, and
+whether they are finite, is found mesh by mesh and told to all.
+"""
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from tfpar import _tf, accumulation
+from tfpar.collectives import hop
+from tfpar.strategy import rules, trainer
+from tfpar.variables import on_stage, to_host
+
+
+class Update:
+    """Makes the updates of a compiled model.
+
+    Args:
+      plan: the `model.Plan`.
+    """
+
+    def __init__(self, plan):
+        self._plan = plan
+        self._strategy = plan.strategy
+        self._optimizer = plan.model.optimizer
+        self._inner = self._optimizer.inner_optimizer
+        self._functions: dict = {}
+        self._touched: dict = {}
+
+    @property
+    def needs_norms(self):
+        """Whether the update of a weight depends on the gradients of others."""
+        return bool(self._innermost.global_clipnorm) or self._scales
+
+    @property
+    def _innermost(self):
+        return accumulation.innermost(self._inner)
+
+    @property
+    def _scales(self):
+        return isinstance(self._inner, keras.optimizers.LossScaleOptimizer)
+
+    def finish_batch(self, counts):
+        """Counts a batch whose gradients have been added, and updates the weights if it is time.
+
+        Args:
+          counts: for each part of the gradient the sum of its denominators, a list of floats.
+        """
+        optimizer = self._optimizer
+        is_full = int(optimizer.micro_step.numpy()) + 1 >= optimizer.window_size
+        extras = self._gather_tied()
+        for rank in self._ranks:
+            pack = lambda value: self._packed(value, optimizer.held(0).count.dtype)
+            with on_stage(rank):
+                packed = [pack(count) for count in counts]
+            self._call(rank, "tally", self._tally, packed, extras.get(rank, {}))
+        if is_full:
+            self.update()
+
+    def update(self):
+        """Updates the weights with what the window holds, and empties it."""
+        self._find_places()
+        wide = self._optimizer.held(0).count.dtype
+        told = [None] * self._plan.ranks
+        if self.needs_norms:
+            found = [self._call(r, "norms", self._norms) for r in self._ranks if self._places[r]]
+            norms = [to_host(vector) for vector in found]
+            square, finite = tf.add_n(norms)[0], tf.reduce_all([v[1] > 0 for v in norms])
+            whole = tf.stack([tf.sqrt(square), tf.cast(finite, wide)])
+            for rank in self._ranks:
+                with on_stage(rank):
+                    told[rank] = self._packed(whole, wide)
+        for rank in self._ranks:
+            args = () if told[rank] is None else (told[rank],)
+            self._call(rank, "apply", self._apply, *args)
+        self._share()
+
+    def forget(self):
+        """Empties the window, after a batch that failed."""
+        optimizer = self._optimizer
+        if not optimizer.built:
+            return
+        for held in optimizer._held:
+            for variable in (held.count, *held.accumulators):
+                variable.assign(tf.zeros(variable.shape, variable.dtype))
+        optimizer.micro_step.assign(0)
+
+    @property
+    def _ranks(self):
+        return range(self._plan.ranks)
+
+    def _packed(self, value, dtype):
+        value = tf.cast(tf.convert_to_tensor(value), dtype)
+        layout = self._strategy.step_mesh.layout((None,) * value.shape.rank)
+        return dtensor.pack([value] * self._strategy.step_mesh.size, layout)
+
+    def _find_places(self):
+        """Which weights have gradients, by the stage mesh that updates them."""
+        variables = self._optimizer._trainable_variables
+        stepped = set().union(*self._plan.stepped)
+        self._places = [
+            [p for p in sorted(stepped) if variables[p]._value.stage == rank]
+            for rank in self._ranks
+        ]
+
+    def _call(self, rank, name, fn, *args):
+        places = tuple(self._places[rank]) if name in ("norms", "apply") else ()
+        key = rank, name, places
+        if key not in self._functions:
+            self._functions[key] = self._compiled(rank, name, fn)
+        with on_stage(rank), dtensor.default_mesh(self._strategy.step_mesh.dtensor_mesh):
+            return self._functions[key](*args)
+
+    def _compiled(self, rank, name, fn):
+        def step(*args):
+            with on_stage(rank), self._plan.variables_on(rank):
+                outputs = self._strategy.run(fn, args=(rank, *args))
+                graph = tf.compat.v1.get_default_graph()
+                self._touched[rank, name] = {id(outside) for outside, _ in graph.captures}
+                rules.check_graph(
+                    graph, self._strategy.step_mesh, trainer.variable_names(self._plan.model)
+                )
+            return outputs
+
+        return tf.function(step, autograph=False)
+
+    # What the stage meshes compute.
+
+    def _tally(self, rank, counts, extras):
+        """Adds to the window's counters, and to its gradients what copies of weights hold."""
+        optimizer = self._optimizer
+        for part, count in enumerate(counts):
+            optimizer.held(part).count.value.assign_add(count)
+        optimizer.micro_step.value.assign_add(tf.ones((), tf.int64))
+        for part, found in extras.items():
+            for place, gradients in found.items():
+                accumulator = optimizer.held(part).accumulators[place].value
+                accumulator.assign_add(tf.add_n(list(gradients)))
+
+    def _norms(self, rank):
+        """[squared norm of this mesh's gradients as the optimizer will see them, 1 if finite]."""
+        gradients = self._optimizer.gradients_of(self._places[rank])
+        dtype = self._optimizer.held(0).count.dtype
+        finite = tf.ones((), tf.bool)
+        if self._scales:
+            finite = self._inner.check_finite(gradients)
+            scale = tf.convert_to_tensor(self._inner.dynamic_scale.value)
+            gradients = [gradient / tf.cast(scale, gradient.dtype) for gradient in gradients]
+        if self._innermost.loss_scale_factor is not None:
+            factor = self._innermost.loss_scale_factor
+            gradients = [gradient / factor for gradient in gradients]
+        return tf.stack([accumulation.squared_norm(gradients, dtype), tf.cast(finite, dtype)])
+
+    def _apply(self, rank, told=None):
+        """Updates this mesh's weights and empties its part of the window."""
+        optimizer, places = self._optimizer, self._places[rank]
+        if places:
+            gradients = optimizer.gradients_of(places)
+            weights = [optimizer._trainable_variables[place] for place in places]
+            norm, finite = (None, None) if told is None else (told[0], told[1] > 0)
+            norm = norm if self._innermost.global_clipnorm else None
+            finite = finite if self._scales else None
+            part = _tf.updating_part(self._inner, places, norm, finite)
+            with part, _tf.reduced_already(self._innermost):
+                self._inner.apply(gradients, weights)
+        optimizer.empty(places)
+        optimizer.micro_step.value.assign(tf.zeros((), tf.int64))
+
+    # Weights that several stages use.
+
+    def _tied(self):
+        """(place, weight) of the trainable weights that have copies."""
+        found = enumerate(self._optimizer._trainable_variables)
+        return [(place, weight) for place, weight in found if weight._value.copies]
+
+    def _gather_tied(self):
+        """{rank: {part: {place: gradients}}} that copies hold for the mesh that updates them."""
+        extras: dict = {}
+        for place, weight in self._tied():
+            home = weight._value.stage
+            for part, held in enumerate(self._optimizer._held):
+                for rank in held.accumulators[place]._value.copies:
+                    gradient = self._call(rank, f"shed {part} {place}", self._shed(part, place))
+                    found = extras.setdefault(home, {}).setdefault(part, {})
+                    found.setdefault(place, []).append(hop(gradient, self._plan.meshes[home]))
+        return extras
+
+    def _shed(self, part, place):
+        def shed(rank):
+            accumulator = self._optimizer.held(part).accumulators[place].value
+            gradient = tf.identity(accumulator)
+            accumulator.assign(tf.zeros_like(gradient))
+            return gradient
+
+        return shed
+
+    def _share(self):
+        """Gives copies the values that their weights have got, and idle meshes the counters."""
+        for _, weight in self._tied():
+            for copy in weight._value.copies.values():
+                weight._value.copy_to(copy)
+        active = [rank for rank in self._ranks if self._places[rank]]
+        for variable in self._inner.variables:
+            held = variable._value
+            if not held.copies:
+                continue
+            everywhere = {held.stage: held, **held.copies}
+            if len(variable.shape):
+                self._settle(variable, everywhere)
+                continue
+            for rank in set(everywhere) - set(active):
+                everywhere[active[0]].copy_to(everywhere[rank])
+
+    def _settle(self, variable, everywhere):
+        """Keeps of a state that belongs to one weight only that of the mesh which updates it."""
+        users = [
+            rank
+            for rank, one in everywhere.items()
+            if id(one.handle) in self._touched.get((rank, "apply"), ())
+        ]
+        if len(users) == 1:
+            variable._value = everywhere[users[0]]
+            variable._value.copies = {}
