@@ -126,6 +126,10 @@ class Graph:
         """The model's outputs, given flat, as it returns them."""
         return _tf.unpack_singleton(tree.pack_sequence_as(self._function._outputs_struct, outputs))
 
+    def structured_inputs(self, inputs):
+        """The model's inputs, given flat, as `fit` was given them."""
+        return tree.pack_sequence_as(self._function._inputs_struct, inputs)
+
     def standardized(self, inputs):
         """What `fit` was given as x, as the flat list of tensors that the model computes with."""
         return self._function._standardize_inputs(inputs)

@@ -25,6 +25,7 @@ class Plan:
       recompute: whether stages run forward again in their backward pass.
       graph: the `graph.Graph` of the model.
       stages: list of `stage.Stage`, the virtual stages in order.
+      has_own_loss: whether the model has a compute_loss of its own.
       costs: for each call its `costs.Cost`, or None where the model was cut by hand.
       needs_gradient: for each value whether its gradient is wanted.
       maker: for each value the virtual stage that makes it; None for inputs of the model.
@@ -38,6 +39,7 @@ class Plan:
             )
         _check_stock(model)
         self.model, self.strategy = model, strategy
+        self.has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
         self.schedule, self.recompute = schedule, recompute
         self.meshes = strategy.mesh.stages
         self.costs = None
@@ -305,7 +307,7 @@ def _bounds_by_model(graph, models, count):
 
 def _check_stock(model):
     """Refuses what a model does in a way of its own that a pipeline would not."""
-    for name in ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"):
+    for name in ("train_step", "test_step", "predict_step", "compute_metrics"):
         stock = getattr(keras.Model, name)
         if getattr(type(model), name) is not stock:
             raise ValueError(

@@ -269,10 +269,10 @@ def interleaved(stages, micro_batches, chunks=2):
     rank 1  .    F0   F1   F0.1 B0.1 F1.1 B1.1 F2   B0   F3   B1   F2.1 B2.1 F3.1 B3.1 B2   B3
 
     With v chunks the bubble is (p - 1) / (v m + p - 1) where p divides m. Where it does not, this
-    is the schedule of the next multiple without the micro-batches that are not there. One chunk is
-    1F1B.
+    is the schedule of the next multiple without the micro-batches that are not there: a short last
+    group in its place can deadlock. One chunk is 1F1B.
     """
-    if chunks == 1:
+    if _positive("chunks", chunks) == 1:
         return one_f_one_b(stages, micro_batches)
     warm_up = lambda rank: 2 * (stages - rank - 1) + (chunks - 1) * stages
     return _build(stages, micro_batches, chunks, warm_up)

@@ -100,13 +100,14 @@ class Stage:
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
             before = dict(scope.state_mapping)
             values = self.layer(values, masks, training=training)
-            losses = list(self.layer.losses)
-            self.adds_losses = any(x._get_own_losses() for x in self.layer._flatten_layers())
+            losses = [x for y in self.layer._flatten_layers() for x in y._get_own_losses()]
+            self.adds_losses = bool(losses)
             changed = []
             for variable in self.variables:
                 new = scope.get_current_value(variable)
                 if new is not None and new is not before.get(id(variable)):
                     changed.append((variable, new))
+        losses += self.layer._get_regularization_losses()
         return values, losses, changed
 
     def remember(self, changed):
@@ -195,23 +196,19 @@ class Functions:
     # All but the last stage.
 
     def _forward(self, values, masks, training):
-        """Returns (values, masks, state before, sum of its own losses or None)."""
+        """Returns (values, masks, state before, losses that its layers add)."""
         values, losses, changed = self.stage.run(values, masks, training)
         kept = self.stage.remember(changed)
-        own = self._own(losses)
         given, masks = self._given(values)
-        return given, masks, kept, own
+        return given, masks, kept, losses
 
-    def _own(self, losses):
-        losses = [self._model._aggregate_additional_loss(loss) for loss in losses]
-        return tf.add_n(losses) if losses else None
-
-    def _backward(self, values, masks, kept, upstream, counts):
+    def _backward(self, values, masks, kept, upstream, added, counts):
         """Runs the stage again, adds the gradients of its weights to the window's.
 
         Args:
           values, masks, kept: what the forward pass was given, and the state that it found.
           upstream: for each part of the gradient {number: list of gradients} of what it has given.
+          added: for each part the gradients of the losses that its layers add.
           counts: for each part its denominator, a scalar.
 
         Returns:
@@ -221,16 +218,10 @@ class Functions:
         with tf.GradientTape(persistent=len(upstream) > 1) as tape:
             tape.watch([values[number] for number in sources])
             made, losses, _ = self.stage.run(values, masks, True, kept)
-            own = self._own(losses)
-            if own is not None:
-                own = self._optimizer.inner_optimizer.scale_loss(own)
         results = []
         for part, gradients in enumerate(upstream):
-            targets = [made[number] for number in gradients]
-            grads = [tf.add_n(list(found)) for found in gradients.values()]
-            if part == 0 and own is not None:
-                targets.append(own)
-                grads.append(tf.ones_like(own))
+            targets = [*(made[number] for number in gradients), *losses]
+            grads = [*(tf.add_n(list(found)) for found in gradients.values()), *added[part]]
             results.append(self._apply(tape, part, targets, grads, values, counts[part]))
         return results, tf.zeros(())
 
@@ -238,7 +229,7 @@ class Functions:
         """A forward pass that keeps what the backward pass needs; returns `forward`'s outputs and that.
 
         Returns:
-          ((values, masks, state before, sum of its own losses or None), what `back` takes).
+          ((values, masks, state before, losses that its layers add), what `back` takes).
         """
         key = _signature((values, masks))
         if key not in self._kept:
@@ -250,27 +241,22 @@ class Functions:
         outputs, residuals = self._kept[key].forward(values, masks)
         return outputs, (key, residuals)
 
-    def back(self, kept, upstream, count):
+    def back(self, kept, upstream, added, count):
         """The backward pass on what `keep` has kept, for a gradient of one part; as `backward`."""
         key, residuals = kept
-        return self._kept[key].backward(residuals, upstream, count)
+        return self._kept[key].backward(residuals, upstream, added, count)
 
     def _keep(self, values, masks):
         sources = self._sources(values)
         with tf.GradientTape() as tape:
             tape.watch([values[number] for number in sources])
             made, losses, changed = self.stage.run(values, masks, True)
-            own = self._own(losses)
-            scaled = None if own is None else self._optimizer.inner_optimizer.scale_loss(own)
         before = self.stage.remember(changed)
         given, masks = self._given(made)
 
-        def back(upstream, count):
-            targets = [made[number] for number in upstream]
-            grads = [tf.add_n(found) for found in upstream.values()]
-            if scaled is not None:
-                targets.append(scaled)
-                grads.append(tf.ones_like(scaled))
+        def back(upstream, added, count):
+            targets = [*(made[number] for number in upstream), *losses]
+            grads = [*(tf.add_n(found) for found in upstream.values()), *added]
             return [self._apply(tape, 0, targets, grads, values, count)], tf.zeros(())
 
         wanted = [number for number in self.stage.gives if self._plan.needs_gradient[number]]
@@ -279,7 +265,9 @@ class Functions:
             * len(self._plan.consumers(number))
             for number in wanted
         }
-        return (given, masks, before, own), back, (specs, tf.TensorSpec((), self._wide))
+        of_losses = [tf.TensorSpec(loss.shape, loss.dtype) for loss in losses]
+        outputs = given, masks, before, losses
+        return outputs, back, (specs, of_losses, tf.TensorSpec((), self._wide))
 
     def _sources(self, values):
         return [number for number in self.stage.takes if self._plan.needs_gradient[number]]
@@ -306,22 +294,24 @@ class Functions:
 
     # The last stage.
 
-    def _train_last(self, values, masks, y, sample_weight, rows):
+    def _train_last(self, values, masks, others, x, y, sample_weight, rows):
         """Forward, loss, metrics and backward.
 
+        Args:
+          others: the losses that the layers of other stages add.
+
         Returns:
-          (for each part {number: gradient} of what it took, for each part its denominator, the
-          figures of the losses for `report`).
+          (for each part {number: gradient} of what it took, for each part the gradients of `others`,
+          for each part its denominator, the figures of the losses for `report`).
         """
         sources = self._sources(values)
         optimizer = self._optimizer
         with denominators.take_notes(rows) as notes, tf.GradientTape(persistent=True) as tape:
-            tape.watch([values[number] for number in sources])
+            tape.watch([values[number] for number in sources] + others)
             made, added, changed = self.stage.run(values, masks, True)
             y_pred = self._predicted(made)
-            loss, noted, exact = self._loss(y, y_pred, sample_weight, notes)
-            own = self._own(added)
-            total = loss if own is None else loss + own
+            added = [*others, *added]
+            total, own, noted, exact = self._loss(x, y, y_pred, sample_weight, added, True, notes)
             scaled = optimizer.inner_optimizer.scale_loss(total)
         self.stage.remember(changed)
         used, rest = accumulation.what_makes(total, noted)
@@ -337,7 +327,7 @@ class Functions:
             others = [x for key in keys[1:] for x in groups[key]]
             with tape:  # the part of the others has exactly no gradient in what remains
                 remains -= tf.add_n([tf.stop_gradient(upstream[id(x)]) * x.value for x in others])
-        results, counts = [], []
+        results, of_others, counts = [], [], []
         for part, key in enumerate(keys):
             group = groups[key]
             count = _count(group, rows, self._wide)
@@ -346,20 +336,24 @@ class Functions:
                 targets = [x.value for x in group]
                 grads = [upstream[id(x)] for x in group]
             results.append(self._apply(tape, part, targets, grads, values, count))
+            found = tape.gradient(targets, others, output_gradients=grads) if others else []
+            of_others.append([tf.zeros_like(x) if g is None else g for x, g in zip(others, found)])
             counts.append(count)
         del tape
         self._update_metrics(y, y_pred, sample_weight)
-        return results, counts, self._figures(loss, noted if exact else [], own, rows)
+        return results, of_others, counts, self._figures(total, own, noted if exact else [], rows)
 
-    def _test_last(self, values, masks, y, sample_weight, rows):
+    def _test_last(self, values, masks, others, x, y, sample_weight, rows):
         """Forward, loss and metrics, without training; returns the figures of the losses."""
         with denominators.take_notes(rows) as notes:
             made, added, changed = self.stage.run(values, masks, False)
             y_pred = self._predicted(made)
-            loss, noted, exact = self._loss(y, y_pred, sample_weight, notes)
+            added = [*others, *added]
+            found = self._loss(x, y, y_pred, sample_weight, added, False, notes)
         self.stage.remember(changed)
         self._update_metrics(y, y_pred, sample_weight)
-        return self._figures(loss, noted if exact else [], self._own(added), rows)
+        total, own, noted, exact = found
+        return self._figures(total, own, noted if exact else [], rows)
 
     def _predict(self, values, masks):
         made, _, changed = self.stage.run(values, masks, False)
@@ -374,32 +368,50 @@ class Functions:
         graph = self._plan.graph
         return graph.structured([values[number] for number in graph.outputs])
 
-    def _loss(self, y, y_pred, sample_weight, notes):
-        """The loss that was compiled.
+    def _loss(self, x, y, y_pred, sample_weight, added, training, notes):
+        """The loss of a micro-batch.
 
         Returns:
-          (the loss, the `denominators.Loss`es noted, whether these are all that it is made of.)
+          (the total, how much of it is `added` or None, the `denominators.Loss`es noted,
+          whether the rest of the total is exactly these.)
         """
+        if self._plan.has_own_loss:
+            total = self._own_loss(x, y, y_pred, sample_weight, added, training)
+            return total, None, list(notes.losses), False
+        aggregated = [self._model._aggregate_additional_loss(loss) for loss in added]
+        own = tf.add_n(aggregated) if aggregated else None
         compiled = self._model._compile_loss
         if compiled is None:
-            return tf.zeros((), self._wide), [], False
+            if own is None:
+                raise ValueError(
+                    "the model has no loss; give one to compile, or add one in a layer"
+                )
+            return own, own, [], False
         # Where all losses are known, their metrics are told the loss of the whole batch, by `report`.
         with keras.StatelessScope():
             loss = compiled(y, y_pred, sample_weight)
-        if len(notes.losses) == len(compiled._flat_losses):
-            return loss, list(notes.losses), True
-        notes.losses.clear()
-        loss = compiled(y, y_pred, sample_weight)
-        return loss, list(notes.losses), False
+        exact = len(notes.losses) == len(compiled._flat_losses)
+        if not exact:
+            notes.losses.clear()
+            loss = compiled(y, y_pred, sample_weight)
+        return loss if own is None else loss + own, own, list(notes.losses), exact
+
+    def _own_loss(self, x, y, y_pred, sample_weight, added, training):
+        """What the model's own `compute_loss` says, whose `self.losses` are `added`."""
+        model = self._model
+        model._losses_override = list(added) or [tf.zeros((), self._wide)]
+        try:
+            return model._compute_loss(x, y, y_pred, sample_weight, training=training)
+        finally:
+            model._losses_override = []
 
     def _update_metrics(self, y, y_pred, sample_weight):
         if self._model._compile_metrics is not None:
             self._model._compile_metrics.update_state(y, y_pred, sample_weight=sample_weight)
 
-    def _figures(self, loss, noted, own, rows):
+    def _figures(self, total, own, noted, rows):
         """What `report.batch_loss` needs of a micro-batch, as one vector."""
-        rows = tf.cast(rows, self._wide)
-        figures = [loss, 0.0 if own is None else own, rows]
+        figures = [total, 0.0 if own is None else own, tf.cast(rows, self._wide)]
         for one in noted:
             figures += [one.value, _count([one], rows, self._wide)]
         self._plan.kinds = [one.kind for one in noted]

@@ -73,7 +73,7 @@ def svg(timeline, title="", unit=""):
     for rank in range(timeline.ranks):
         y = TOP + rank * (LANE + GAP)
         parts.append(_text(LEFT - 10, y + LANE / 2 + 4, f"rank {rank}", 12, anchor="end"))
-        parts.append(_box(LEFT, y, WIDTH - LEFT - RIGHT, PALE, PALE))
+        parts.append(_box(LEFT, y, WIDTH - LEFT - RIGHT, PALE))
     for event in timeline.events:
         y = TOP + event.rank * (LANE + GAP)
         parts += _event(event, LEFT + event.start * scale, y, scale, chunks, unit)
@@ -114,7 +114,7 @@ def _event(event, x, y, scale, chunks, unit):
     width = (event.end - event.start) * scale
     hint = f"{NAMES[kind]} of micro-batch {m} on stage {event.stage}: "
     hint += f"{event.start:.4g} to {event.end:.4g} {unit}".rstrip()
-    yield f"<g><title>{html.escape(hint)}</title>{_box(x, y, width, colour, WHITE)}"
+    yield f"<g><title>{html.escape(hint)}</title>{_box(x, y, width, colour)}"
     if width >= 7 * len(str(m)) + 4:
         yield _text(x + width / 2, y + LANE / 2 + 4, str(m), 12, _ink(colour))
     yield "</g>"
@@ -125,12 +125,12 @@ def _legend(timeline, chunks):
     x = LEFT
     for kind in (kind for kind in NAMES if kind in kinds):
         for chunk in range(chunks):
-            yield _box(x + 14 * chunk, 42, 14, _tone(COLOURS[kind], chunk, chunks), WHITE, 14)
+            yield _box(x + 14 * chunk, 42, 14, _tone(COLOURS[kind], chunk, chunks), 14)
         x += 14 * chunks + 6
         words = NAMES[kind] + (f" (chunks 0 to {chunks - 1})" if chunks > 1 else "")
         yield _text(x, 53, words, 12, anchor="start")
         x += 7 * len(words) + 20
-    yield _box(x, 42, 14, PALE, PALE, 14) + _text(x + 20, 53, "idle", 12, anchor="start")
+    yield _box(x, 42, 14, PALE, 14) + _text(x + 20, 53, "idle", 12, anchor="start")
 
 
 def _axis(span, scale, y, unit):
@@ -165,7 +165,8 @@ def _rgb(colour):
     return [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
 
 
-def _box(x, y, width, colour, line, height=LANE):
+def _box(x, y, width, colour, height=LANE):
+    line = WHITE if width >= 5 else "none"  # which would hide narrow boxes
     return (
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" fill="{colour}" '
         f'stroke="{line}"/>'

@@ -43,16 +43,16 @@ class Trips:
         try:
             trip = self._go(batch, TRAIN)
             counts = np.sum([[float(to_host(c)) for c in found] for found in trip.counts], axis=0)
-            figures, added = trip.figures_on_host()
+            figures = trip.figures_on_host()
         except BaseException:
             self.update.forget()
             raise
         self.update.finish_batch(list(counts))
-        return self._tell_loss(figures, added)
+        return self._tell_loss(figures)
 
     def test(self, batch):
         """Evaluates one batch of host values; returns the logs."""
-        return self._tell_loss(*self._go(batch, TEST).figures_on_host())
+        return self._tell_loss(self._go(batch, TEST).figures_on_host())
 
     def predict(self, batch):
         """The outputs for one batch of host values, on the host."""
@@ -94,14 +94,14 @@ class Trips:
             self._scalars[key] = to_mesh(tf.constant(value, dtype), layout)
         return self._scalars[key]
 
-    def _tell_loss(self, figures, added):
+    def _tell_loss(self, figures):
         compiled = self.plan.model._compile_loss
         weights = (
             []
             if compiled is None
             else [1.0 if w is None else w for _, _, w, _ in compiled._flat_losses]
         )
-        total, losses = report.batch_loss(figures, self.plan.kinds, weights, added)
+        total, losses = report.batch_loss(figures, self.plan.kinds, weights)
         rows = float(figures[:, 2].sum())
         rank = self.plan.ranks - 1
         pack = lambda value: to_mesh(
@@ -139,10 +139,11 @@ class Trip:
         self.counts: list = [None] * many
         self.figures: list = [None] * many
         self.predicted: list = [None] * many
-        self.added: list = [[] for _ in slices]
         self.tokens: list = []
         self._given: dict = {}  # (value, micro-batch): (tensor, mask) on the mesh that made it
         self._taken: dict = {}  # (stage, micro-batch): what its forward pass took and kept
+        self._added: dict = {}  # (stage, micro-batch): losses that its layers add
+        self._of_added: dict = {}  # (stage, micro-batch): for each part their gradients
         self._gradients: dict = {}  # (stage, micro-batch): for each part what its backward pass gave
 
     def tables(self, ranks):
@@ -194,10 +195,9 @@ class Trip:
                 inputs[number] = self.slices[m][0][self.plan.graph.inputs.index(number)]
                 continue
             tensor, mask = self._given[number, m]
-            with self._blaming(maker, m, FORWARD):
-                values[number] = self._bring(tensor, maker, stage.rank)
-                if mask is not None:
-                    masks[number] = self._bring(mask, maker, stage.rank)
+            values[number] = self._bring(tensor, (FORWARD, maker, m), stage.rank)
+            if mask is not None:
+                masks[number] = self._bring(mask, (FORWARD, maker, m), stage.rank)
         values.update(self._pack(inputs, stage.rank))
         return values, masks
 
@@ -205,23 +205,25 @@ class Trip:
         with on_stage(rank):
             return self.plan.strategy.pack(values)
 
-    def _bring(self, tensor, maker, rank):
-        if self.plan.stages[maker].rank == rank:
+    def _bring(self, tensor, action, rank):
+        """What an action has made, on the mesh of `rank`; it waits, so the action's errors come out."""
+        kind, index, m = action
+        if self.plan.stages[index].rank == rank:
             return tensor
-        return hop(tensor, self.plan.meshes[rank])
+        with self._blaming(index, m, kind):
+            return hop(tensor, self.plan.meshes[rank])
 
     def _forward(self, stage, m):
         values, masks = self._take(stage, m)
         function = self.trips.functions[stage.index]
         residuals = None
         if self.mode == TRAIN and not self.plan.recompute:
-            (given, made, kept, own), residuals = function.keep(values, masks)
+            (given, made, kept, added), residuals = function.keep(values, masks)
         else:
-            given, made, kept, own = function.forward(values, masks, self.mode == TRAIN)
+            given, made, kept, added = function.forward(values, masks, self.mode == TRAIN)
         for number, tensor in given.items():
             self._given[number, m] = tensor, made.get(number)
-        if own is not None:
-            self.added[m].append((stage.index, own))
+        self._added[stage.index, m] = added
         if self.mode == TRAIN:
             self._taken[stage.index, m] = values, masks, kept, residuals
 
@@ -232,12 +234,20 @@ class Trip:
             self.predicted[m] = function.predict(values, masks)
             return
         rows = self.trips.scalar(stage.rank, float(self.rows[m]))
-        y, sample_weight = self._pack(self.slices[m][1:], stage.rank)
+        makers = [maker for maker in range(stage.index) for _ in self._added[maker, m]]
+        others = [loss for maker in range(stage.index) for loss in self._added[maker, m]]
+        others = [self._bring(x, (FORWARD, k, m), stage.rank) for x, k in zip(others, makers)]
+        x, y, sample_weight = self.slices[m]
+        x = self.plan.graph.structured_inputs(x) if self.plan.has_own_loss else None
+        x, y, sample_weight = self._pack((x, y, sample_weight), stage.rank)
         if self.mode == TEST:
-            self.figures[m] = function.test_last(values, masks, y, sample_weight, rows)
+            self.figures[m] = function.test_last(values, masks, others, x, y, sample_weight, rows)
             return
-        found = function.train_last(values, masks, y, sample_weight, rows)
-        self._gradients[stage.index, m], self.counts[m], self.figures[m] = found
+        found = function.train_last(values, masks, others, x, y, sample_weight, rows)
+        self._gradients[stage.index, m], of_added, self.counts[m], self.figures[m] = found
+        for place, maker in enumerate(makers):
+            found = [gradients[place] for gradients in of_added]
+            self._of_added.setdefault((maker, m), []).append(found)
 
     # Backward.
 
@@ -251,16 +261,19 @@ class Trip:
                 continue
             for consumer in self.plan.consumers(number):
                 for part, found in enumerate(self._gradients[consumer, m]):
-                    with self._blaming(consumer, m, BACKWARD):
-                        gradient = self._bring(found[number], consumer, stage.rank)
+                    made_by = (FORWARD if consumer == last else BACKWARD), consumer, m
+                    gradient = self._bring(found[number], made_by, stage.rank)
                     upstream[part].setdefault(number, []).append(gradient)
+        bring = lambda gradient: self._bring(gradient, (FORWARD, last, m), stage.rank)
+        of_added = self._of_added.pop((stage.index, m), [])
+        added = [[bring(found[part]) for found in of_added] for part in range(len(upstream))]
         values, masks, kept, residuals = self._taken.pop((stage.index, m))
         function = self.trips.functions[stage.index]
         counts = self._counts(stage.rank, m)
         if residuals is not None and len(counts) == 1:
-            gradients, token = function.back(residuals, upstream[0], counts[0])
+            gradients, token = function.back(residuals, upstream[0], added[0], counts[0])
         else:
-            gradients, token = function.backward(values, masks, kept, upstream, counts)
+            gradients, token = function.backward(values, masks, kept, upstream, added, counts)
         self._gradients[stage.index, m] = gradients
         self.tokens.append((stage.index, m, token))
 
@@ -268,25 +281,20 @@ class Trip:
         if self.counts_are_rows:
             return [self.trips.scalar(rank, float(self.rows[m]))] * len(self.counts[m])
         last = len(self.plan.stages) - 1
-        return [self._bring(count, last, rank) for count in self.counts[m]]
+        return [self._bring(count, (FORWARD, last, m), rank) for count in self.counts[m]]
 
     # At the end.
 
     def figures_on_host(self):
-        """(figures of the losses, what other stages have added) for each micro-batch; waits for all."""
+        """The figures of the losses for each micro-batch; waits until all stages have ended."""
         for index, m, token in self.tokens:
             with self._blaming(index, m, BACKWARD):
                 to_host(token)
-        figures, added = [], []
+        figures = []
         for m, vector in enumerate(self.figures):
             with self._blaming(len(self.plan.stages) - 1, m, FORWARD):
                 figures.append(to_host(vector).numpy())
-            total = 0.0
-            for index, own in self.added[m]:
-                with self._blaming(index, m, FORWARD):
-                    total += float(to_host(own))
-            added.append(total)
-        return np.asarray(figures, "float64"), added
+        return np.asarray(figures, "float64")
 
 
 class _Blame:

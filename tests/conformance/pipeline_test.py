@@ -1,0 +1,78 @@
+"""The reported faults in a pipeline: every case gives the numbers of one device."""
+
+import cases
+import pytest
+import tensorflow as tf
+from accumulation_test import DenseAdam
+
+import tfpar
+from tfpar.testing import assert_same_training
+
+MESHES = {"pipe=2": (2, 1), "pipe=4": (4, 1), "pipe=2 data=2": (2, 2), "pipe=4 data=2": (4, 2)}
+IDS = [id for id, make in cases.CASES.items() if "pp" in (make().kind, *make().also)]
+CUT_IN_TWO = ("01", "17", "20", "21", "51")  # have fewer than four layers
+
+
+def pipelined(case, pipe, data, micro_batches=None, **kwargs):
+    """(strategy, builder) of a case; the builder makes a pipeline in the strategy's scope."""
+    devices = [f"CPU:{i}" for i in range(pipe * data)]
+    strategy = tfpar.MeshStrategy(tfpar.Mesh(pipe=pipe, data=data, devices=devices))
+    many = micro_batches or -(-case.batch // (case.micro or 3))
+
+    def build():
+        if tf.distribute.has_strategy():
+            return tfpar.Pipeline(lambda: cases.build(case), micro_batches=many, **kwargs)
+        return cases.build(case)
+
+    return strategy, build
+
+
+def check(case, mesh, optimizer=None, tolerance=None, **kwargs):
+    strategy, build = pipelined(case, *MESHES[mesh], **kwargs)
+    compile_args = case.compile_args()
+    return assert_same_training(
+        build,
+        list(case.batches) if case.batches else case.data,
+        strategy,
+        optimizer=optimizer or case.optimizer,
+        loss=case.loss(),
+        metrics=compile_args.pop("metrics", None),
+        compile_args=compile_args,
+        batch_size=case.batch,
+        epochs=case.epochs,
+        use_fit=case.use_fit,
+        seed=case.seed,
+        tolerance=tolerance or case.tolerance,
+        through_outputs=case.through_outputs if optimizer else (),
+    )
+
+
+def adam():
+    return DenseAdam(0.01, epsilon=1e-4)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case_id", IDS)
+def test_with_adam(case_id, mesh):
+    if "pipe=4" in mesh and case_id in CUT_IN_TWO:
+        pytest.skip("fewer than four layers")
+    check(cases.CASES[case_id](), mesh, adam)
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "residuals"])
+@pytest.mark.parametrize("case_id", IDS)
+def test_with_its_own_optimizer(case_id, recompute):
+    check(cases.CASES[case_id](), "pipe=2", recompute=recompute)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+@pytest.mark.parametrize("case_id", [id for id in IDS if id not in CUT_IN_TWO])
+def test_other_schedules(case_id, schedule):
+    check(cases.CASES[case_id](), "pipe=2 data=2", adam, schedule=schedule, recompute=False)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_50_fewer_micro_batches_than_stages(micro_batches):
+    """Elsewhere: a hang."""
+    check(cases.CASES["40"](), "pipe=4", adam, micro_batches=micro_batches)
