@@ -19,6 +19,7 @@ class Peer:
       devices: how many devices the process sees.
       parts: into how many micro-batches the batch is cut, each a step of its own.
       optimizer: wraps the optimizer.
+      build: takes the function that builds the model, returns the model.
     """
 
     scope: Callable
@@ -27,6 +28,7 @@ class Peer:
     devices: int = 1
     parts: int = 1
     optimizer: Callable = lambda optimizer: optimizer
+    build: Callable = lambda build: build()
 
     def missing(self):
         """Why this peer cannot run here, or None."""
@@ -115,7 +117,28 @@ def accumulating(optimizer):
     return tfpar.AccumulatingOptimizer(optimizer, PARTS)
 
 
+def pipeline(pipe, data=1, model=1, **kwargs):
+    def scope(layouts):
+        import tfpar
+
+        tfpar.virtual_devices(pipe * data * model)
+        return tfpar.MeshStrategy(tfpar.Mesh(pipe=pipe, data=data, model=model), layouts).scope()
+
+    def build(build):
+        import tfpar
+
+        return tfpar.Pipeline(build, micro_batches=MICRO_BATCHES, **kwargs)
+
+    return Peer(scope, largest_shard, devices=pipe * data * model, build=build)
+
+
+def stock_accumulation(optimizer):
+    optimizer.gradient_accumulation_steps = MICRO_BATCHES
+    return optimizer
+
+
 PARTS = 8
+MICRO_BATCHES = 16
 
 PEERS = {
     "plain": Peer(plain, whole),
@@ -143,4 +166,16 @@ ZERO = {f"tfpar data=4 zero={stage}": mesh(data=4, zero=stage) for stage in (1, 
 GATHERED = {
     "tfpar model=4 gathered": mesh(model=4, more_layouts={"logits/output": ("data", None, None)}),
 }
-ALL = {**PEERS, **PARTED, **ZERO, **GATHERED}
+
+# For pipelines: the same micro-batches with Keras' own accumulation on one device.
+PIPED = {
+    f"plain {MICRO_BATCHES} micro-batches": Peer(
+        plain, whole, parts=MICRO_BATCHES, optimizer=stock_accumulation
+    ),
+    "tfpar pipe=4": pipeline(4, recompute=False),
+    "tfpar pipe=4 recompute": pipeline(4),
+    "tfpar pipe=4 gpipe": pipeline(4, schedule="gpipe", recompute=False),
+    "tfpar pipe=4 interleaved": pipeline(4, schedule="interleaved", recompute=False),
+    "tfpar pipe=2 data=2": pipeline(2, 2, recompute=False),
+}
+ALL = {**PEERS, **PARTED, **ZERO, **GATHERED, **PIPED}

@@ -30,7 +30,7 @@ def serve(connection, peer_name, workload_name, steps, batch_hooks, log_path):
 
     keras.utils.set_random_seed(SEED)
     with peer.scope(workload.layouts):
-        model = workload.build()
+        model = peer.build(workload.build)
         optimizer = peer.optimizer(keras.optimizers.Adam(1e-3))
         model.compile(optimizer=optimizer, loss=workload.loss())
 

@@ -29,6 +29,7 @@ class _Walk:
         self.done: set = set()
         self.error: BaseException | None = None
         self.stopped = False
+        self.running = 0
         self.changed = threading.Condition()
 
     def is_ready(self, action):
@@ -51,6 +52,16 @@ class _Walk:
                 self.run(rank, action)
         except BaseException as error:
             self.stop(error)
+        finally:
+            with self.changed:
+                self.running -= 1
+                self.changed.notify_all()
+
+    def wait(self):
+        """Waits until no thread works any more; in pieces, as a wait without end sees no Ctrl-C."""
+        with self.changed:
+            while self.running:
+                self.changed.wait(0.1)
 
     def stop(self, error):
         with self.changed:
@@ -83,15 +94,12 @@ def drive(tables, needs, perform, in_turn=False):
     ]
     try:
         for thread in threads:
+            walk.running += 1
             thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.1)  # in pieces: a join without end would not see Ctrl-C
+        walk.wait()
     except BaseException as error:
         walk.stop(error)
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        walk.wait()
         raise
     if walk.error is not None:
         raise walk.error

@@ -105,12 +105,17 @@ class Plan:
                 self.strategy.place(variable, ranks.get(id(variable), [0]))
         self.strategy.check_layouts(self.model)
 
-    def place_metrics(self):
-        """Moves the metrics' variables, which Keras makes late, to the last stage mesh."""
-        for metric in self.model.metrics:
-            for variable in metric.variables:
-                if not isinstance(variable._value, ShardedVariable):
-                    self.strategy.place(variable, [self.ranks - 1])
+    def place_late(self):
+        """Moves variables whose owner was not known when they were made to the stage meshes.
+
+        Those of metrics go to the last one; those of the optimizer are copied to all.
+        """
+        optimizer = getattr(self.model, "optimizer", None)
+        late = [(v, list(range(self.ranks))) for v in (optimizer.variables if optimizer else [])]
+        late += [(v, [self.ranks - 1]) for metric in self.model.metrics for v in metric.variables]
+        for variable, ranks in late:
+            if not isinstance(variable._value, ShardedVariable):
+                self.strategy.place(variable, ranks)
 
     def consumers(self, number):
         """The virtual stages that take a value."""

@@ -196,11 +196,11 @@ class Functions:
     # All but the last stage.
 
     def _forward(self, values, masks, training):
-        """Returns (values, masks, state before, losses that its layers add)."""
+        """Returns (values, masks, state before, losses that its layers add, a scalar to wait for)."""
         values, losses, changed = self.stage.run(values, masks, training)
         kept = self.stage.remember(changed)
         given, masks = self._given(values)
-        return given, masks, kept, losses
+        return given, masks, kept, losses, tf.zeros(())
 
     def _backward(self, values, masks, kept, upstream, added, counts):
         """Runs the stage again, adds the gradients of its weights to the window's.
@@ -229,7 +229,7 @@ class Functions:
         """A forward pass that keeps what the backward pass needs; returns `forward`'s outputs and that.
 
         Returns:
-          ((values, masks, state before, losses that its layers add), what `back` takes).
+          (what `forward` returns, what `back` takes).
         """
         key = _signature((values, masks))
         if key not in self._kept:
@@ -266,7 +266,7 @@ class Functions:
             for number in wanted
         }
         of_losses = [tf.TensorSpec(loss.shape, loss.dtype) for loss in losses]
-        outputs = given, masks, before, losses
+        outputs = given, masks, before, losses, tf.zeros(())
         return outputs, back, (specs, of_losses, tf.TensorSpec((), self._wide))
 
     def _sources(self, values):
@@ -302,7 +302,8 @@ class Functions:
 
         Returns:
           (for each part {number: gradient} of what it took, for each part the gradients of `others`,
-          for each part its denominator, the figures of the losses for `report`).
+          for each part its denominator, for each part what the window is to be divided by for it, the
+          figures of the losses for `report`).
         """
         sources = self._sources(values)
         optimizer = self._optimizer
@@ -324,10 +325,10 @@ class Functions:
         if len(groups) > 1:
             found = tape.gradient(scaled, [loss.value for loss in used])
             upstream = {id(loss): gradient for loss, gradient in zip(used, found)}
-            others = [x for key in keys[1:] for x in groups[key]]
-            with tape:  # the part of the others has exactly no gradient in what remains
-                remains -= tf.add_n([tf.stop_gradient(upstream[id(x)]) * x.value for x in others])
-        results, of_others, counts = [], [], []
+            apart = [x for key in keys[1:] for x in groups[key]]
+            with tape:  # the part of these losses has exactly no gradient in what remains
+                remains -= tf.add_n([tf.stop_gradient(upstream[id(x)]) * x.value for x in apart])
+        results, of_others, counts, divisors = [], [], [], []
         for part, key in enumerate(keys):
             group = groups[key]
             count = _count(group, rows, self._wide)
@@ -339,9 +340,11 @@ class Functions:
             found = tape.gradient(targets, others, output_gradients=grads) if others else []
             of_others.append([tf.zeros_like(x) if g is None else g for x, g in zip(others, found)])
             counts.append(count)
+            divisors.append(tf.zeros_like(count) if _is_sum(group) else count)
         del tape
         self._update_metrics(y, y_pred, sample_weight)
-        return results, of_others, counts, self._figures(total, own, noted if exact else [], rows)
+        figures = self._figures(total, own, noted if exact else [], rows)
+        return results, of_others, counts, divisors, figures
 
     def _test_last(self, values, masks, others, x, y, sample_weight, rows):
         """Forward, loss and metrics, without training; returns the figures of the losses."""
@@ -428,9 +431,13 @@ def _is_of_rows(group):
     return not group or (group[0].kind == denominators.MEAN and group[0].count is None)
 
 
+def _is_sum(group):
+    return bool(group) and group[0].kind == denominators.SUM
+
+
 def _count(group, rows, dtype):
     """The denominator of losses that share one."""
-    if group and group[0].kind == denominators.SUM:
+    if _is_sum(group):
         return tf.ones((), dtype)
     count = group[0].count if group else None
     return tf.cast(rows if count is None else count, dtype)

@@ -42,12 +42,12 @@ class Trips:
         """Trains on one batch of host values; returns the logs."""
         try:
             trip = self._go(batch, TRAIN)
-            counts = np.sum([[float(to_host(c)) for c in found] for found in trip.counts], axis=0)
+            divisors = np.sum([[float(to_host(d)) for d in one] for one in trip.divisors], axis=0)
             figures = trip.figures_on_host()
         except BaseException:
             self.update.forget()
             raise
-        self.update.finish_batch(list(counts))
+        self.update.finish_batch(list(divisors))
         return self._tell_loss(figures)
 
     def test(self, batch):
@@ -66,6 +66,13 @@ class Trips:
         return tf.nest.map_structure(lambda *values: tf.concat(values, 0), *outputs)
 
     def _go(self, batch, mode):
+        try:
+            return self._walk(batch, mode)
+        except BaseException:
+            tf.experimental.async_clear_error()  # else TensorFlow refuses all that comes after
+            raise
+
+    def _walk(self, batch, mode):
         plan = self.plan
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         x = plan.graph.standardized(data_lib.to_tensors(x))
@@ -76,10 +83,15 @@ class Trips:
         ranks = table.ranks if mode == TRAIN else table.forward_only()
         key = mode, _signature(slices)
         if key not in self._known:
-            plan.place_metrics()
+            plan.place_late()
         trip = Trip(self, slices, mode, self._known.get(key, False))
         # Functions are traced one at a time, in this thread, by the first batch of its shapes.
-        driver.drive(trip.tables(ranks), trip.needs, trip.perform, in_turn=key not in self._known)
+        in_turn = key not in self._known
+        try:
+            driver.drive(trip.tables(ranks), trip.needs, trip.perform, in_turn=in_turn)
+        except driver.StageError:
+            trip.find_first_error()
+            raise
         self._known.setdefault(key, plan.counts_are_rows)
         return trip
 
@@ -136,11 +148,12 @@ class Trip:
         self.counts_are_rows = counts_are_rows
         self.rows = [_rows(piece) for piece in slices]
         many = len(slices)
-        self.counts: list = [None] * many
+        self.counts: list = [None] * many  # for each part its denominator
+        self.divisors: list = [None] * many  # for each part what the window is divided by for it
         self.figures: list = [None] * many
         self.predicted: list = [None] * many
-        self.tokens: list = []
-        self._given: dict = {}  # (value, micro-batch): (tensor, mask) on the mesh that made it
+        self._made: dict = {}  # action: what tells whether it went well
+        self._given: dict = {}  # (value, micro-batch): (tensor, mask, stages that have yet to take it)
         self._taken: dict = {}  # (stage, micro-batch): what its forward pass took and kept
         self._added: dict = {}  # (stage, micro-batch): losses that its layers add
         self._of_added: dict = {}  # (stage, micro-batch): for each part their gradients
@@ -173,13 +186,30 @@ class Trip:
     def perform(self, rank, action):
         """Performs an action of the table."""
         kind, index, m = action
+        stage = self.plan.stages[index]
         with self._blaming(index, m, kind):
             if kind == BACKWARD:
-                self._backward(self.plan.stages[index], m)
+                made = self._backward(stage, m)
             elif index == len(self.plan.stages) - 1:
-                self._last(self.plan.stages[index], m)
+                made = self._last(stage, m)
             else:
-                self._forward(self.plan.stages[index], m)
+                made = self._forward(stage, m)
+        self._made[action] = made
+
+    def find_first_error(self):
+        """Raises the error of a stage that failed by itself, if there is one.
+
+        An error cancels what other stages are about to begin, and that may come out first.
+        """
+        for (kind, index, m), made in self._made.items():
+            for tensor in tf.nest.flatten(made):
+                try:
+                    to_host(tensor)
+                except tf.errors.CancelledError:
+                    pass
+                except tf.errors.OpError:
+                    with self._blaming(index, m, kind):
+                        raise
 
     def _blaming(self, index, micro_batch, kind):
         return _Blame(self.plan.stages[index], micro_batch, kind)
@@ -194,7 +224,10 @@ class Trip:
             if maker is None:
                 inputs[number] = self.slices[m][0][self.plan.graph.inputs.index(number)]
                 continue
-            tensor, mask = self._given[number, m]
+            tensor, mask, users = self._given[number, m]
+            users.discard(stage.index)
+            if not users:
+                self._given.pop((number, m), None)
             values[number] = self._bring(tensor, (FORWARD, maker, m), stage.rank)
             if mask is not None:
                 masks[number] = self._bring(mask, (FORWARD, maker, m), stage.rank)
@@ -218,21 +251,23 @@ class Trip:
         function = self.trips.functions[stage.index]
         residuals = None
         if self.mode == TRAIN and not self.plan.recompute:
-            (given, made, kept, added), residuals = function.keep(values, masks)
+            (given, made, kept, added, token), residuals = function.keep(values, masks)
         else:
-            given, made, kept, added = function.forward(values, masks, self.mode == TRAIN)
+            given, made, kept, added, token = function.forward(values, masks, self.mode == TRAIN)
         for number, tensor in given.items():
-            self._given[number, m] = tensor, made.get(number)
+            users = set(self.plan.consumers(number))
+            self._given[number, m] = tensor, made.get(number), users
         self._added[stage.index, m] = added
         if self.mode == TRAIN:
             self._taken[stage.index, m] = values, masks, kept, residuals
+        return token
 
     def _last(self, stage, m):
         values, masks = self._take(stage, m)
         function = self.trips.functions[stage.index]
         if self.mode == PREDICT:
             self.predicted[m] = function.predict(values, masks)
-            return
+            return self.predicted[m]
         rows = self.trips.scalar(stage.rank, float(self.rows[m]))
         makers = [maker for maker in range(stage.index) for _ in self._added[maker, m]]
         others = [loss for maker in range(stage.index) for loss in self._added[maker, m]]
@@ -242,19 +277,21 @@ class Trip:
         x, y, sample_weight = self._pack((x, y, sample_weight), stage.rank)
         if self.mode == TEST:
             self.figures[m] = function.test_last(values, masks, others, x, y, sample_weight, rows)
-            return
+            return self.figures[m]
         found = function.train_last(values, masks, others, x, y, sample_weight, rows)
-        self._gradients[stage.index, m], of_added, self.counts[m], self.figures[m] = found
+        self._gradients[stage.index, m], of_added, *found = found
+        self.counts[m], self.divisors[m], self.figures[m] = found
         for place, maker in enumerate(makers):
             found = [gradients[place] for gradients in of_added]
             self._of_added.setdefault((maker, m), []).append(found)
+        return self.figures[m]
 
     # Backward.
 
     def _backward(self, stage, m):
         last = len(self.plan.stages) - 1
         if stage.index == last:
-            return  # done as one with the forward pass
+            return []  # done as one with the forward pass
         upstream: list = [{} for _ in self.counts[m]]
         for number in stage.gives:
             if not self.plan.needs_gradient[number]:
@@ -262,7 +299,7 @@ class Trip:
             for consumer in self.plan.consumers(number):
                 for part, found in enumerate(self._gradients[consumer, m]):
                     made_by = (FORWARD if consumer == last else BACKWARD), consumer, m
-                    gradient = self._bring(found[number], made_by, stage.rank)
+                    gradient = self._bring(found.pop(number), made_by, stage.rank)
                     upstream[part].setdefault(number, []).append(gradient)
         bring = lambda gradient: self._bring(gradient, (FORWARD, last, m), stage.rank)
         of_added = self._of_added.pop((stage.index, m), [])
@@ -275,7 +312,7 @@ class Trip:
         else:
             gradients, token = function.backward(values, masks, kept, upstream, added, counts)
         self._gradients[stage.index, m] = gradients
-        self.tokens.append((stage.index, m, token))
+        return token
 
     def _counts(self, rank, m):
         if self.counts_are_rows:
@@ -287,9 +324,10 @@ class Trip:
 
     def figures_on_host(self):
         """The figures of the losses for each micro-batch; waits until all stages have ended."""
-        for index, m, token in self.tokens:
-            with self._blaming(index, m, BACKWARD):
-                to_host(token)
+        for (kind, index, m), made in self._made.items():
+            if kind == BACKWARD and tf.is_tensor(made):
+                with self._blaming(index, m, BACKWARD):
+                    to_host(made)
         figures = []
         for m, vector in enumerate(self.figures):
             with self._blaming(len(self.plan.stages) - 1, m, FORWARD):

@@ -43,11 +43,11 @@ class Update:
     def _scales(self):
         return isinstance(self._inner, keras.optimizers.LossScaleOptimizer)
 
-    def finish_batch(self, counts):
+    def finish_batch(self, divisors):
         """Counts a batch whose gradients have been added, and updates the weights if it is time.
 
         Args:
-          counts: for each part of the gradient the sum of its denominators, a list of floats.
+          divisors: for each part of the gradient the sum of its denominators, 0 for sums of losses.
         """
         optimizer = self._optimizer
         is_full = int(optimizer.micro_step.numpy()) + 1 >= optimizer.window_size
@@ -55,7 +55,7 @@ class Update:
         for rank in self._ranks:
             pack = lambda value: self._packed(value, optimizer.held(0).count.dtype)
             with on_stage(rank):
-                packed = [pack(count) for count in counts]
+                packed = [pack(divisor) for divisor in divisors]
             self._call(rank, "tally", self._tally, packed, extras.get(rank, {}))
         if is_full:
             self.update()
@@ -129,11 +129,11 @@ class Update:
 
     # What the stage meshes compute.
 
-    def _tally(self, rank, counts, extras):
+    def _tally(self, rank, divisors, extras):
         """Adds to the window's counters, and to its gradients what copies of weights hold."""
         optimizer = self._optimizer
-        for part, count in enumerate(counts):
-            optimizer.held(part).count.value.assign_add(count)
+        for part, divisor in enumerate(divisors):
+            optimizer.held(part).count.value.assign_add(divisor)
         optimizer.micro_step.value.assign_add(tf.ones((), tf.int64))
         for part, found in extras.items():
             for place, gradients in found.items():
