@@ -1,16 +1,17 @@
-"""Train a small language model on a data x model mesh.
+"""Train a small language model on a pipe x data x model mesh.
 
 The text is the reference documentation that ships with every CPython; the model is a causal
 transformer of stock Keras layers that reads it character by character. Its definition does not
-know that it will be split: `LAYOUTS` says so from outside, in five lines.
+know that it will be split: `LAYOUTS` and `tfpar.Pipeline` say so from outside, in six lines.
 
-    python examples/language_model.py                       # 4-way data x 2-way model parallel
-    python examples/language_model.py --data=2 --model=4    # another mesh, the same numbers
+    python examples/language_model.py                               # pipe=2 x data=2 x model=2
+    python examples/language_model.py --pipe=4 --data=1             # another mesh, the same numbers
+    python examples/language_model.py --pipe=1 --data=4 --model=2   # no pipeline
     tensorboard --logdir logs/language_model
 
 The run has four acts:
 
-1. the mesh, the model, and what every device holds of it;
+1. the mesh, the model, its stages, and what every device holds of it;
 2. the first steps under the mesh beside the same steps on one device, compared;
 3. training through `model.fit`, with the validation loss beside the unigram entropy: the loss of
    a model that knows how common each character is, and nothing else;
@@ -34,7 +35,10 @@ from absl import app, flags
 
 import tfpar
 
-flags.DEFINE_integer("data", 4, "Devices over which each batch is split.", lower_bound=1)
+flags.DEFINE_integer("pipe", 2, "Stages that the layers are cut into.", lower_bound=1)
+flags.DEFINE_integer("micro_batches", 8, "Slices of a batch in the pipeline.", lower_bound=1)
+flags.DEFINE_string("schedule", "1f1b", "Of the pipeline: 1f1b, gpipe or interleaved.")
+flags.DEFINE_integer("data", 2, "Devices over which each batch is split.", lower_bound=1)
 flags.DEFINE_integer("model", 2, "Devices over which heads and MLPs are split.", lower_bound=1)
 flags.DEFINE_integer("epochs", 4, "Epochs to train for.", lower_bound=1)
 flags.DEFINE_integer("steps", 40, "Batches in an epoch.", lower_bound=1)
@@ -106,10 +110,12 @@ def language_model(vocabulary, length, width, heads, blocks, dropout):
     return keras.Model(tokens, logits, name="language_model")
 
 
-def compiled_model(config, steps):
+def compiled_model(config, steps, pipelined=False):
     """The model with its optimizer; called inside `strategy.scope()`, or outside for one device."""
     keras.utils.set_random_seed(SEED)
     model = language_model(**config)
+    if pipelined:
+        model = tfpar.Pipeline(model, FLAGS.micro_batches, FLAGS.schedule)
     rate = keras.optimizers.schedules.CosineDecay(
         initial_learning_rate=0.0,
         warmup_target=3e-3,
@@ -117,8 +123,13 @@ def compiled_model(config, steps):
         decay_steps=steps,
         alpha=0.05,
     )
+    optimizer = keras.optimizers.AdamW(rate, weight_decay=0.01, global_clipnorm=1.0)
+    if FLAGS.pipe > 1:
+        # Micro-batches add up the gradients of a character that occurs twice, as the formula says;
+        # Keras alone clips, and gives to Adam, each occurrence by itself. This makes it add them up.
+        optimizer = tfpar.AccumulatingOptimizer(optimizer, steps=1)
     model.compile(
-        optimizer=keras.optimizers.AdamW(rate, weight_decay=0.01, global_clipnorm=1.0),
+        optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     return model
@@ -249,8 +260,8 @@ def main(argv):
 
     title("The mesh")
     # On a machine with GPUs leave this line out: the mesh then takes the GPUs.
-    tfpar.virtual_devices(FLAGS.data * FLAGS.model)
-    mesh = tfpar.Mesh(data=FLAGS.data, model=FLAGS.model)
+    tfpar.virtual_devices(FLAGS.pipe * FLAGS.data * FLAGS.model)
+    mesh = tfpar.Mesh(pipe=FLAGS.pipe, data=FLAGS.data, model=FLAGS.model)
     print(mesh)
     print("\nThe devices are virtual and share the cores of this machine: no speed-up is expected.")
 
@@ -259,7 +270,13 @@ def main(argv):
     config["dropout"] = FLAGS.dropout
     total = compared + epochs * steps
     with strategy.scope():
-        model = compiled_model(config, total)
+        model = compiled_model(config, total, pipelined=FLAGS.pipe > 1)
+    if FLAGS.pipe > 1:
+        print(f"\n{model.pipeline.explain()}\n")
+        os.makedirs(FLAGS.logdir, exist_ok=True)
+        picture = os.path.join(FLAGS.logdir, "timeline.svg")
+        model.pipeline.save_timeline(picture)
+        print(f"The timeline as a picture: {picture}\n")
     print(strategy.explain(model))
 
     batches = training_batches(text.train, config["length"], total)

@@ -15,7 +15,7 @@ from tfpar.accumulation import AccumulatingOptimizer
 from tfpar.denominators import weigh
 from tfpar.layouts import LayoutMap
 from tfpar.mesh import Mesh, virtual_devices
-from tfpar.pipeline.driver import StageError
+from tfpar.pipeline.blame import StageError
 from tfpar.pipeline.model import Pipeline
 from tfpar.strategy.activations import constrain
 from tfpar.strategy.mesh import MeshStrategy

@@ -411,7 +411,9 @@ def explain(variables, layouts, mesh, slots=False):
         )
     for pattern, axes in layouts.items():
         caught = [path for path, *_ in variables if re.search(pattern, path)]
-        lines.append(f"rule {pattern!r}: {axes} caught {len(caught)}: {', '.join(caught) or '-'}")
+        if caught or mesh.pipe == 1:  # a stage need not have a weight for each rule
+            names = ", ".join(caught) or "-"
+            lines.append(f"rule {pattern!r}: {axes} caught {len(caught)}: {names}")
     return "\n".join(lines)
 
 

@@ -80,6 +80,23 @@ def test_no_cut_of_seconds_is_better(seed):
     assert slowest(partition(costs, stages), costs) == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_calls_may_cost_less_in_the_last_stage(seed):
+    """Where stages run forward again in their backward pass, the last one does not."""
+    random = np.random.default_rng(seed)
+    count = int(random.integers(2, 10))
+    stages = int(random.integers(1, count + 1))
+    costs = random.lognormal(0, 1, count)
+    last = costs * random.uniform(0.3, 1.0, count)
+
+    def value(cut):
+        *early, (start, stop) = cut
+        return max([last[start:stop].sum(), *(costs[a:b].sum() for a, b in early)])
+
+    found = partition(costs, stages, last=last)
+    assert value(found) == pytest.approx(min(map(value, cuts(count, stages))), rel=1e-9)
+
+
 def test_by_hand():
     assert partition([1, 1, 1, 3], 2) == [(0, 3), (3, 4)]
     assert partition([4], 1) == [(0, 1)]

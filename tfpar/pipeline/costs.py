@@ -40,7 +40,8 @@ def counted(graph, rows=ROWS, length=LENGTH):
     """The `Cost` of every call of a `graph.Graph` in FLOPs, from the ops that it is traced to.
 
     A product counts 2 FLOPs for each multiply-add, and any op `ELEMENT` for each element that it reads
-    or writes. The backward pass of a call with trainable weights, or behind one, counts as two forward passes.
+    or writes. The backward pass of a call with trainable weights, or behind one, counts as two forward
+    passes. What it takes to start an op does not count: measure models of hundreds of tiny calls.
 
     Args:
       graph: the `graph.Graph`.

@@ -7,20 +7,6 @@ and interrupts. A call that waits for a device lets the other threads run.
 import threading
 
 
-class StageError(RuntimeError):
-    """A stage of a pipeline failed; the message names stage, micro-batch, layer and cause.
-
-    Attributes:
-      stage: the number of the virtual stage.
-      micro_batch: the number of the micro-batch in its batch.
-    """
-
-    def __init__(self, message, stage=None, micro_batch=None):
-        super().__init__(message)
-        self.stage = stage
-        self.micro_batch = micro_batch
-
-
 class _Walk:
     """The state of a walk, shared by its threads."""
 

@@ -68,7 +68,8 @@ class Call:
 
     def run(self, values, training):
         """Makes its values from those in `values`, {number: tensor}, and adds them there."""
-        training = training if self.training is None else self.training
+        # As in Keras, where the flag of the outer call goes before that of a model inside.
+        training = self.training if training is None else training
         filled = {tensor: values[number] for tensor, number in self.takes.items()}
         args, kwargs = self.arguments.fill_in(filled)
         outputs = _tf.operation_fn(self.operation, training=training)(*args, **kwargs)
@@ -187,7 +188,12 @@ class Graph:
         flag = kwargs.pop("training", None)
         if "inputs" in kwargs and not args:
             args = (kwargs.pop("inputs"),)
-        if len(args) != 1 or any(value is not None for value in kwargs.values()):
+        if len(args) != 1:
+            return None
+        masks = [_tf.get_keras_mask(tensor) for tensor in tree.flatten(args[0])]
+        if list(map(id, tree.flatten(kwargs.get("mask")))) == list(map(id, masks)):
+            kwargs.pop("mask", None)  # they travel with the inputs anyway
+        if any(value is not None for value in kwargs.values()):
             return None
         given, wanted = args[0], function._inputs_struct
         if len(tree.flatten(given)) == len(tree.flatten(wanted)) == 1:

@@ -11,7 +11,9 @@ import numpy as np
 ROUNDING = 1e-12  # of the sum over all calls: sums that differ by less are equal
 
 
-def partition(costs, stages, *, memory=None, bound=None, crossing=None, together=(), slack=0.0):
+def partition(
+    costs, stages, *, last=None, memory=None, bound=None, crossing=None, together=(), slack=0.0
+):
     """Cuts a row of calls into consecutive stages so that the slowest stage is as fast as can be.
 
     Exact, by dynamic programming over the calls: O(stages x calls^2). Of cuts that are as good, the
@@ -20,6 +22,7 @@ def partition(costs, stages, *, memory=None, bound=None, crossing=None, together
     Args:
       costs: the cost of each call, in any unit.
       stages: how many stages, each of at least one call.
+      last: the cost of each call in the last stage, if it is another there.
       memory: bytes of each call.
       bound: the most bytes that a stage may hold: a number, or one for each stage.
       crossing: for each call the bytes that would travel if a stage began there.
@@ -42,11 +45,13 @@ def partition(costs, stages, *, memory=None, bound=None, crossing=None, together
         raise ValueError(f"slack must be a number of at least 0, 0.02 for 2%; received {slack!r}")
     may_begin = _beginnings(together, count, stages)
     bounds = _bounds(bound, stages)
-    spent, held = (np.concatenate([[0.0], np.cumsum(x)]) for x in (costs, memory))
+    last = costs if last is None else _numbers("last", last, count)
+    spent, of_last, held = (np.concatenate([[0.0], np.cumsum(x)]) for x in (costs, last, memory))
 
     def spans(limit, stop):
         """The cost of calls start .. stop - 1 as stage k, [k, start]; inf where it may not be."""
         cost, bytes_ = spent[stop] - spent[:stop], held[stop] - held[:stop]
+        cost = np.vstack([np.tile(cost, (stages - 1, 1)), of_last[stop] - of_last[:stop]])
         fits = bytes_ <= bounds[:, None] + ROUNDING * held[-1]
         return np.where(fits & may_begin[:stop] & (cost <= limit), cost, math.inf)
 

@@ -81,8 +81,9 @@ class Plan:
         find = costs_lib.counted if self.counted else costs_lib.measured
         self.costs = find(self.graph)
         return partition.partition(
-            [cost.forward + cost.backward for cost in self.costs],
+            [(1 + self.recompute) * cost.forward + cost.backward for cost in self.costs],
             count,
+            last=[cost.forward + cost.backward for cost in self.costs],
             memory=[COPIES * cost.weights for cost in self.costs],
             bound=memory,
             crossing=costs_lib.crossing(self.graph),
@@ -214,7 +215,7 @@ class Plan:
         activations = {n: _bytes_a_row(value) for n, value in enumerate(self.graph.values)}
         rows = [("stage", "mesh", "calls", "cost", "parameters", "sends a row", "first", "last")]
         for stage, cost in zip(self.stages, total):
-            sent = sum(activations[number] for number in stage.gives)
+            sent = 0 if stage.is_last else sum(activations[number] for number in stage.gives)
             weights = {id(v): v for v in stage.layer.weights}.values()
             rows.append(
                 (

@@ -5,6 +5,8 @@ what the forward pass has kept; and on the last stage forward, loss and backward
 function runs when is not known here.
 """
 
+import functools
+
 import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -73,6 +75,7 @@ class Stage:
         self.layer = _Calls(self.calls, f"tfpar_stage_{index}", graph.model.dtype_policy)
         self.state: list = []
         self.adds_losses = False
+        self._earlier = {id(v) for call in graph.calls[:start] for v in call.variables}
 
     @property
     def variables(self):
@@ -107,7 +110,9 @@ class Stage:
                 new = scope.get_current_value(variable)
                 if new is not None and new is not before.get(id(variable)):
                     changed.append((variable, new))
-        losses += self.layer._get_regularization_losses()
+        for weight in self.trainable:  # one that earlier stages use is theirs to regularize
+            if weight.regularizer is not None and id(weight) not in self._earlier:
+                losses.append(weight.regularizer(weight))
         return values, losses, changed
 
     def remember(self, changed):
@@ -126,6 +131,31 @@ class Stage:
             kept[place] = tf.identity(variable._value)
             variable.assign(new)
         return kept
+
+
+class Compiled:
+    """A function, traced for each signature of its arguments: nests of tensors and None.
+
+    A `tf.function` finds its trace more slowly, and warns of too many.
+    """
+
+    def __init__(self, function):
+        self._function = function
+        self._traces: dict = {}
+
+    def __call__(self, *args):
+        key = signature(args)
+        if key not in self._traces:
+            compiled = tf.function(self._function, autograph=False)
+            self._traces[key] = compiled.get_concrete_function(*args)
+        return self._traces[key](*args)
+
+
+def signature(args):
+    """What a trace depends on: keys of dicts, shapes and dtypes."""
+    flat = tf.nest.flatten(args)
+    keys = tuple(tuple(arg) if isinstance(arg, dict) else None for arg in args)
+    return keys, tuple(None if x is None else (tuple(x.shape), x.dtype) for x in flat)
 
 
 def masks_of(values, numbers):
@@ -147,8 +177,10 @@ class Functions:
         self._plan = plan
         self._model = plan.model
         self._strategy = plan.strategy
-        compiled = lambda fn: self.compiled(fn)
-        self.forward = compiled(self._forward)
+        compiled = self.compiled
+        self.forward = {
+            flag: compiled(functools.partial(self._forward, flag)) for flag in (True, False)
+        }
         self.backward = compiled(self._backward)
         self.train_last = compiled(self._train_last)
         self.test_last = compiled(self._test_last)
@@ -156,7 +188,7 @@ class Functions:
         self._kept: dict = {}
 
     def compiled(self, fn):
-        """`fn` as a compiled step on the mesh of the stage; positional arguments only."""
+        """`fn` as a compiled step on the mesh of the stage; it takes nests of DTensors."""
 
         def step(*args):
             plan, rank = self._plan, self.stage.rank
@@ -165,7 +197,7 @@ class Functions:
                 self._check()
             return outputs
 
-        return tf.function(step, autograph=False)
+        return Compiled(step)
 
     def _check(self):
         """At the end of a trace: makes the graph fit for the mesh or refuses it."""
@@ -195,7 +227,7 @@ class Functions:
 
     # All but the last stage.
 
-    def _forward(self, values, masks, training):
+    def _forward(self, training, values, masks):
         """Returns (values, masks, state before, losses that its layers add, a scalar to wait for)."""
         values, losses, changed = self.stage.run(values, masks, training)
         kept = self.stage.remember(changed)
@@ -231,7 +263,7 @@ class Functions:
         Returns:
           (what `forward` returns, what `back` takes).
         """
-        key = _signature((values, masks))
+        key = signature((values, masks))
         if key not in self._kept:
             plan, stage = self._plan, self.stage
             run = lambda fn: lambda *args: self._strategy.run(fn, args=args)
@@ -267,7 +299,7 @@ class Functions:
         }
         of_losses = [tf.TensorSpec(loss.shape, loss.dtype) for loss in losses]
         outputs = given, masks, before, losses, tf.zeros(())
-        return outputs, back, (specs, of_losses, tf.TensorSpec((), self._wide))
+        return outputs, back, (specs, of_losses, tf.TensorSpec((), self.wide))
 
     def _sources(self, values):
         return [number for number in self.stage.takes if self._plan.needs_gradient[number]]
@@ -285,11 +317,10 @@ class Functions:
         self._optimizer.held(part)
         with plan.variables_on(self.stage.rank):  # those just made too
             self._optimizer.add_gradients(part, places, gradients, count)
-        taken = {}
+        taken: dict = {}
         for number, gradient in zip(sources, rest, strict=True):
-            value = values[number]
-            gradient = tf.zeros_like(value) if gradient is None else tf.convert_to_tensor(gradient)
-            taken[number] = tf.cast(gradient, value.dtype)
+            if gradient is not None:  # none is not zero: a weight without gradient does not decay
+                taken[number] = tf.cast(tf.convert_to_tensor(gradient), values[number].dtype)
         return self._pinned(taken)
 
     # The last stage.
@@ -331,7 +362,7 @@ class Functions:
         results, of_others, counts, divisors = [], [], [], []
         for part, key in enumerate(keys):
             group = groups[key]
-            count = _count(group, rows, self._wide)
+            count = _count(group, rows, self.wide)
             targets, grads = [remains], [tf.ones_like(remains)]
             if part > 0:
                 targets = [x.value for x in group]
@@ -364,7 +395,8 @@ class Functions:
         return self._predicted(made)
 
     @property
-    def _wide(self):
+    def wide(self):
+        """The dtype of losses and their denominators."""
         return tf.float64 if keras.config.floatx() == "float64" else tf.float32
 
     def _predicted(self, values):
@@ -402,7 +434,7 @@ class Functions:
     def _own_loss(self, x, y, y_pred, sample_weight, added, training):
         """What the model's own `compute_loss` says, whose `self.losses` are `added`."""
         model = self._model
-        model._losses_override = list(added) or [tf.zeros((), self._wide)]
+        model._losses_override = list(added) or [tf.zeros((), self.wide)]
         try:
             return model._compute_loss(x, y, y_pred, sample_weight, training=training)
         finally:
@@ -414,17 +446,11 @@ class Functions:
 
     def _figures(self, total, own, noted, rows):
         """What `report.batch_loss` needs of a micro-batch, as one vector."""
-        figures = [total, 0.0 if own is None else own, tf.cast(rows, self._wide)]
+        figures = [total, 0.0 if own is None else own, tf.cast(rows, self.wide)]
         for one in noted:
-            figures += [one.value, _count([one], rows, self._wide)]
+            figures += [one.value, _count([one], rows, self.wide)]
         self._plan.kinds = [one.kind for one in noted]
-        return tf.stack([tf.cast(figure, self._wide) for figure in figures])
-
-
-def _signature(nest):
-    """The structure, shapes and dtypes of a nest of tensors."""
-    flat = [(tuple(x.shape), x.dtype) for x in tf.nest.flatten(nest) if x is not None]
-    return tuple(flat), tuple(map(tuple, nest))
+        return tf.stack([tf.cast(figure, self.wide) for figure in figures])
 
 
 def _is_of_rows(group):

@@ -6,11 +6,11 @@ import tensorflow as tf
 
 from tfpar.collectives import hop
 from tfpar.pipeline import driver, report
+from tfpar.pipeline.blame import Blame, StageError
 from tfpar.pipeline.schedule import BACKWARD, FORWARD
 from tfpar.pipeline.stage import Functions
 from tfpar.pipeline.update import Update
 from tfpar.strategy import data as data_lib
-from tfpar.strategy import rules
 from tfpar.variables import on_stage, to_host, to_mesh
 
 TRAIN, TEST, PREDICT = "train", "test", "predict"
@@ -84,12 +84,13 @@ class Trips:
         key = mode, _signature(slices)
         if key not in self._known:
             plan.place_late()
+            plan.counts_are_rows = False  # unless a trace says so: this batch may need none
         trip = Trip(self, slices, mode, self._known.get(key, False))
         # Functions are traced one at a time, in this thread, by the first batch of its shapes.
         in_turn = key not in self._known
         try:
             driver.drive(trip.tables(ranks), trip.needs, trip.perform, in_turn=in_turn)
-        except driver.StageError:
+        except StageError:
             trip.find_first_error()
             raise
         self._known.setdefault(key, plan.counts_are_rows)
@@ -101,7 +102,7 @@ class Trips:
         if key not in self._scalars:
             if len(self._scalars) > 1000:
                 self._scalars.clear()
-            dtype = self.functions[0]._wide
+            dtype = self.functions[0].wide
             layout = self.plan.meshes[rank].layout(())
             self._scalars[key] = to_mesh(tf.constant(value, dtype), layout)
         return self._scalars[key]
@@ -117,7 +118,7 @@ class Trips:
         rows = float(figures[:, 2].sum())
         rank = self.plan.ranks - 1
         pack = lambda value: to_mesh(
-            tf.constant(value, self.functions[0]._wide), self.plan.meshes[rank].layout(())
+            tf.constant(value, self.functions[0].wide), self.plan.meshes[rank].layout(())
         )
         logs = self._report(pack(total), [pack(loss) for loss in losses], pack(rows))
         return tf.nest.map_structure(to_host, logs)
@@ -212,7 +213,7 @@ class Trip:
                         raise
 
     def _blaming(self, index, micro_batch, kind):
-        return _Blame(self.plan.stages[index], micro_batch, kind)
+        return Blame(self.plan.stages[index], micro_batch, kind)
 
     # Forward.
 
@@ -253,7 +254,7 @@ class Trip:
         if self.mode == TRAIN and not self.plan.recompute:
             (given, made, kept, added, token), residuals = function.keep(values, masks)
         else:
-            given, made, kept, added, token = function.forward(values, masks, self.mode == TRAIN)
+            given, made, kept, added, token = function.forward[self.mode == TRAIN](values, masks)
         for number, tensor in given.items():
             users = set(self.plan.consumers(number))
             self._given[number, m] = tensor, made.get(number), users
@@ -298,6 +299,8 @@ class Trip:
                 continue
             for consumer in self.plan.consumers(number):
                 for part, found in enumerate(self._gradients[consumer, m]):
+                    if number not in found:
+                        continue
                     made_by = (FORWARD if consumer == last else BACKWARD), consumer, m
                     gradient = self._bring(found.pop(number), made_by, stage.rank)
                     upstream[part].setdefault(number, []).append(gradient)
@@ -307,12 +310,21 @@ class Trip:
         values, masks, kept, residuals = self._taken.pop((stage.index, m))
         function = self.trips.functions[stage.index]
         counts = self._counts(stage.rank, m)
-        if residuals is not None and len(counts) == 1:
+        if residuals is not None and len(counts) == 1 and self._is_whole(stage, upstream[0]):
             gradients, token = function.back(residuals, upstream[0], added[0], counts[0])
         else:
             gradients, token = function.backward(values, masks, kept, upstream, added, counts)
         self._gradients[stage.index, m] = gradients
         return token
+
+    def _is_whole(self, stage, upstream):
+        """Whether every stage that takes a value of `stage` has a gradient for it, where one may be."""
+        needs, consumers = self.plan.needs_gradient, self.plan.consumers
+        return all(
+            len(upstream.get(number, ())) == len(consumers(number))
+            for number in stage.gives
+            if needs[number]
+        )
 
     def _counts(self, rank, m):
         if self.counts_are_rows:
@@ -333,49 +345,6 @@ class Trip:
             with self._blaming(len(self.plan.stages) - 1, m, FORWARD):
                 figures.append(to_host(vector).numpy())
         return np.asarray(figures, "float64")
-
-
-class _Blame:
-    """Has an error name the stage, micro-batch and layer that it comes from."""
-
-    def __init__(self, stage, micro_batch, kind):
-        self._stage, self._micro_batch, self._kind = stage, micro_batch, kind
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if error is None or not isinstance(error, Exception) or getattr(error, "is_blamed", False):
-            return
-        stage = self._stage
-        passing = "forward" if self._kind == FORWARD else "backward"
-        where = (
-            f"stage {stage.index} (mesh {stage.rank}), micro-batch {self._micro_batch}, in its "
-            f"{passing} pass"
-        )
-        if isinstance(error, tf.errors.OpError):
-            known = rules.explain_failure(error)
-            if known is None:
-                layer = _layer_in(str(error), stage.names)
-                layer = f"layer {layer!r}" if layer else f"one of its layers {stage.names}"
-                known = driver.StageError(
-                    f"{where}: {layer} failed: {error.message[:2000]}",
-                    stage.index,
-                    self._micro_batch,
-                )
-            else:
-                known.add_note(f"in {where}")
-            known.is_blamed = True  # type: ignore[attr-defined]
-            raise known from error
-        error.add_note(f"in {where}; its layers are {stage.names}")
-        error.is_blamed = True  # type: ignore[attr-defined]
-
-
-def _layer_in(text, names):
-    """The name of the layer that an error's text speaks of, or None."""
-    found = [(text.rfind(f"/{name}/"), name) for name in {n.split("#")[0] for n in names}]
-    found = [(place, name) for place, name in found if place >= 0]
-    return max(found)[1] if found else None
 
 
 def _rows(piece):

@@ -11,6 +11,7 @@ from tensorflow.experimental import dtensor
 
 from tfpar import _tf, accumulation
 from tfpar.collectives import hop
+from tfpar.pipeline.stage import Compiled
 from tfpar.strategy import rules, trainer
 from tfpar.variables import on_stage, to_host
 
@@ -101,10 +102,9 @@ class Update:
         """Which weights have gradients, by the stage mesh that updates them."""
         variables = self._optimizer._trainable_variables
         stepped = set().union(*self._plan.stepped)
-        self._places = [
-            [p for p in sorted(stepped) if variables[p]._value.stage == rank]
-            for rank in self._ranks
-        ]
+        homes = [weight._value.stage for weight in variables]
+        self._homes = [[p for p, home in enumerate(homes) if home == r] for r in self._ranks]
+        self._places = [[p for p in here if p in stepped] for here in self._homes]
 
     def _call(self, rank, name, fn, *args):
         places = tuple(self._places[rank]) if name in ("norms", "apply") else ()
@@ -125,7 +125,7 @@ class Update:
                 )
             return outputs
 
-        return tf.function(step, autograph=False)
+        return Compiled(step)
 
     # What the stage meshes compute.
 
@@ -163,9 +163,15 @@ class Update:
             norm, finite = (None, None) if told is None else (told[0], told[1] > 0)
             norm = norm if self._innermost.global_clipnorm else None
             finite = finite if self._scales else None
-            part = _tf.updating_part(self._inner, places, norm, finite)
+            # Averages move on for weights without gradient too.
+            part = _tf.updating_part(self._inner, self._homes[rank], norm, finite)
             with part, _tf.reduced_already(self._innermost):
                 self._inner.apply(gradients, weights)
+        elif self._innermost.use_ema:  # of weights that stay as they are
+            averages = self._innermost._model_variables_moving_average
+            for place in self._homes[rank]:
+                if averages[place] is not None:
+                    averages[place].assign(optimizer._trainable_variables[place])
         optimizer.empty(places)
         optimizer.micro_step.value.assign(tf.zeros((), tf.int64))
 

@@ -188,7 +188,8 @@ class MeshStrategy(tf.distribute.Strategy):
     def explain(self, model):
         """A table of the model's weights: shape, layout, bytes per device, and each rule's catch.
 
-        Under ZeRO also how the slots of each trainable weight are split.
+        Under ZeRO also how the slots of each trainable weight are split. In a pipeline a table for each
+        stage mesh.
 
         Args:
           model: a built Keras model.
@@ -196,8 +197,18 @@ class MeshStrategy(tf.distribute.Strategy):
         Returns:
           A string; print it.
         """
+        pipeline = getattr(model, "pipeline", None)
+        if pipeline is None or self._mesh.pipe == 1:
+            return self._explain(_weights(model))
+        parts = []
+        for k in range(self._mesh.pipe):
+            here = [v for v in _weights(model) if k in (v.value.stage, *v.value.copies)]
+            parts.append(f"stage mesh {k}\n{self._explain(here)}")
+        return "\n\n".join(parts)
+
+    def _explain(self, weights):
         rows = []
-        for v in _weights(model):
+        for v in weights:
             axes = slot_axes = (None,) * len(v.shape)
             if isinstance(v.value, ShardedVariable):
                 axes, slot_axes = _axes_of(v.value.layout), _axes_of(v.value.slot_layout)
