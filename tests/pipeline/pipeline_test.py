@@ -163,9 +163,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "residuals"])
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2)], ids=str)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def _transformers():
+    few = [((2, 2, 2), True, True), ((4, 1, 2), True, False), ((2, 2, 2), False, False)]
+    for mesh in ((2, 2, 2), (4, 1, 2)):
+        for tied in (True, False):
+            for recompute in (True, False):
+                marks = [] if (mesh, tied, recompute) in few else [pytest.mark.slow]
+                name = f"{mesh} {'tied' if tied else ''} {'recompute' if recompute else ''}"
+                yield pytest.param(mesh, tied, recompute, marks=marks, id=name)
+
+
+@pytest.mark.parametrize("mesh, tied, recompute", _transformers())
 def test_a_transformer_whose_masks_travel_over_pipe_data_and_model(mesh, tied, recompute, float64):
     """Padding differs between micro-batches: a mean of their means would be wrong."""
     same(
@@ -208,18 +216,17 @@ def test_outputs_with_denominators_of_their_own(float64):
     }
     weights = {"a": rng(6).random((22, 7)), "b": rng(7).random((22, 7)), "c": np.ones(22)}
     cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    for data in ((x, y), (x, y, weights)):
-        for recompute in (True, False):
-            same(
-                build,
-                data,
-                (3, 1, 1),
-                optimizer=lambda: DenseAdam(0.01),
-                loss={"a": cross_entropy, "b": "mse", "c": keras.losses.Huber(reduction="sum")},
-                metrics={"c": ["mae"]},
-                compile_args=dict(loss_weights={"a": 0.5, "b": 2.0, "c": 0.1}),
-                pipeline=dict(recompute=recompute),
-            )
+    for data, recompute in (((x, y), False), ((x, y, weights), True)):
+        same(
+            build,
+            data,
+            (3, 1, 1),
+            optimizer=lambda: DenseAdam(0.01),
+            loss={"a": cross_entropy, "b": "mse", "c": keras.losses.Huber(reduction="sum")},
+            metrics={"c": ["mae"]},
+            compile_args=dict(loss_weights={"a": 0.5, "b": 2.0, "c": 0.1}),
+            pipeline=dict(recompute=recompute),
+        )
 
 
 def in_micro_batches(build, data, batch, micro, epochs, optimizer):
@@ -314,9 +321,12 @@ def test_a_table_of_ones_own(float64):
     same(mlp, pipeline=dict(schedule=table))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1)], ids=str)
-def test_windows_of_batches(schedule, mesh, float64):
+@pytest.mark.parametrize(
+    "mesh, schedule",
+    [((2, 2, 1), "1f1b"), ((2, 1, 1), "interleaved"), ((2, 1, 1), "gpipe")],
+    ids=str,
+)
+def test_windows_of_batches(mesh, schedule, float64):
     """4 stages' worth of micro-batches in windows of 2 fit batches: scaled exactly once."""
 
     x, y = numbers(40)

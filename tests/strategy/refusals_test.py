@@ -164,9 +164,10 @@ def test_no_mesh(bad):
         tfpar.MeshStrategy(bad)
 
 
-def test_a_pipe_axis():
-    with pytest.raises(ValueError, match="pipe=2"):
-        tfpar.MeshStrategy(tfpar.Mesh(pipe=2, data=2, model=2))
+def test_a_loop_of_ones_own_on_a_pipe_axis():
+    strategy = tfpar.MeshStrategy(tfpar.Mesh(pipe=2, data=2, model=2))
+    with pytest.raises(ValueError, match="one stage at a time"):
+        strategy.run(lambda x: x + 1, args=(np.ones(4),))
 
 
 def test_changing_a_variable_in_a_function_of_ones_own():
