@@ -25,11 +25,18 @@ def mesh_strategy(mesh, layouts=None):
 
 
 def check(case, mesh, optimizer=None, **kwargs):
+    return compare(
+        lambda: cases.build(case), case, mesh_strategy(mesh, case.layouts), optimizer, **kwargs
+    )
+
+
+def compare(build, case, strategy, optimizer=None, **kwargs):
+    """Trains a case as it wants to be trained, on one device and under `strategy`."""
     compile_args = case.compile_args()
     return assert_same_training(
-        lambda: cases.build(case),
+        build,
         list(case.batches) if case.batches else case.data,
-        mesh_strategy(mesh, case.layouts),
+        strategy,
         optimizer=optimizer or case.optimizer,
         loss=case.loss(),
         metrics=compile_args.pop("metrics", None),

@@ -4,9 +4,9 @@ import cases
 import pytest
 import tensorflow as tf
 from accumulation_test import DenseAdam
+from mesh_test import compare
 
 import tfpar
-from tfpar.testing import assert_same_training
 
 MESHES = {"pipe=2": (2, 1), "pipe=4": (4, 1), "pipe=2 data=2": (2, 2), "pipe=4 data=2": (4, 2)}
 IDS = [id for id, make in cases.CASES.items() if "pp" in (make().kind, *make().also)]
@@ -27,24 +27,10 @@ def pipelined(case, pipe, data, micro_batches=None, **kwargs):
     return strategy, build
 
 
-def check(case, mesh, optimizer=None, tolerance=None, **kwargs):
+def check(case, mesh, optimizer=None, **kwargs):
     strategy, build = pipelined(case, *MESHES[mesh], **kwargs)
-    compile_args = case.compile_args()
-    return assert_same_training(
-        build,
-        list(case.batches) if case.batches else case.data,
-        strategy,
-        optimizer=optimizer or case.optimizer,
-        loss=case.loss(),
-        metrics=compile_args.pop("metrics", None),
-        compile_args=compile_args,
-        batch_size=case.batch,
-        epochs=case.epochs,
-        use_fit=case.use_fit,
-        seed=case.seed,
-        tolerance=tolerance or case.tolerance,
-        through_outputs=case.through_outputs if optimizer else (),
-    )
+    through_outputs = case.through_outputs if optimizer else ()
+    return compare(build, case, strategy, optimizer, through_outputs=through_outputs)
 
 
 def adam():
