@@ -567,3 +567,86 @@ def test_a_model_without_pipeline_is_refused_where_pipe_is_above_1():
         model.compile("adam", "mse")
     with pytest.raises(ValueError, match="tfpar.Pipeline"):
         model.fit(*numbers(), verbose=0)
+
+
+# ------------------------------------------------------------------ faults that random models found
+
+
+def test_a_shared_weight_with_two_denominators(float64):
+    """The second accumulator of a weight on two stages once lived on one of them only."""
+
+    def build():
+        tokens, row = keras.Input((7,), dtype="int32"), keras.Input((6,))
+        shared = L.Dense(8, activation="tanh", kernel_regularizer="l2", name="shared")
+        a = shared(L.Embedding(11, 8, mask_zero=True)(tokens))
+        b = shared(L.Dense(8, name="wide")(row))
+        return keras.Model([tokens, row], [L.Dense(3, name="a")(a), L.Dense(2, name="b")(b)])
+
+    y = [rng(4).standard_normal((22, 7, 3)), rng(5).standard_normal((22, 2))]
+    same(
+        build,
+        ([sentences()[0], rng(3).standard_normal((22, 6))], y),
+        (3, 1, 1),
+        optimizer=lambda: DenseAdam(0.01),
+        loss=["mse", "mse"],
+    )
+
+
+def test_layers_that_train_only_later(float64):
+    """Freezing and unfreezing counts from the next compile on, as on one device."""
+    x, y = numbers()
+    trained = []
+    for strategy in (None, strategy_on(2)):
+        keras.utils.set_random_seed(0)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+
+            def build():
+                model = mlp()
+                model.get_layer("hidden_0").trainable = model.get_layer("hidden_1").trainable = (
+                    False
+                )
+                return model
+
+            model = piped(build, stages=["hidden_2"])()
+            model.compile("adam", "mse")
+            model.fit(x, y, batch_size=10, shuffle=False, verbose=0)
+            model.get_layer("hidden_0").trainable = model.get_layer("hidden_1").trainable = True
+            model.get_layer("head").trainable = False
+            model.compile("rmsprop", "mse")
+            model.fit(x, y, batch_size=10, shuffle=False, verbose=0)
+        trained.append(model.get_weights())
+    assert relative_error(trained[1], trained[0]) < 1e-9
+
+
+@pytest.mark.parametrize("layer", [L.GRU, L.LSTM])
+def test_recurrent_layers_that_keep_residuals(layer, float64):
+    """Shapes that the backward pass reads from constants were once unknown there."""
+
+    def build():
+        i = keras.Input((4, 3))
+        x = layer(5, return_sequences=True)(i)
+        return keras.Model(i, L.Dense(1)(layer(4)(x)))
+
+    data = rng().standard_normal((13, 4, 3)), rng(1).standard_normal((13, 1))
+    same(build, data, (2, 1, 1), epochs=1, pipeline=dict(recompute=False))
+
+
+def test_a_weight_without_gradient_does_not_decay(float64):
+    """A gradient of zero in place of none has AdamW shrink what one device leaves alone."""
+
+    def build():
+        i = keras.Input((6,))
+        x = L.Dense(6, name="silent")(i)
+        y = L.Dense(1, name="loud")(L.Dense(5)(i))
+        return keras.Model(i, [y, L.Dense(2, name="late")(x)])
+
+    x, y = numbers()
+    for recompute in (True, False):
+        same(
+            build,
+            (x, [y, np.zeros((26, 2))]),
+            (3, 1, 1),
+            optimizer=lambda: O.AdamW(0.01, weight_decay=0.1),
+            loss=["mse", None],
+            pipeline=dict(recompute=recompute),
+        )

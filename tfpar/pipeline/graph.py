@@ -260,7 +260,9 @@ def chained(models):
     Returns:
       A Functional model.
     """
-    first = functional(models[0])
+    first = functional(models[0]) if models else None
+    if not models:
+        raise ValueError("a pipeline needs at least one stage model; received an empty list")
     if first is None:
         raise ValueError(
             f"the first of the stage models must be a built Sequential or Functional model; "

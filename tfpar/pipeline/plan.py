@@ -11,7 +11,7 @@ from tfpar.pipeline.graph import Graph
 from tfpar.pipeline.stage import Stage
 from tfpar.variables import ShardedVariable
 
-SLACK = 0.02  # of the slowest stage, that a cut with less to send may cost
+SLACK = 0.05  # of the slowest stage, that a cut with less to send may cost
 COPIES = 4  # weights, gradients and the two slots of Adam
 
 
@@ -151,13 +151,9 @@ class Plan:
         """Forgets what belongs to the model as it was compiled before."""
         self.trips = None
         self.stepped = [set() for _ in self.meshes]
+        self.needs_gradient = _needing_gradient(self.graph)  # other layers may train now
 
     # What is learnt while the stages are traced.
-
-    def note_gradients(self, rank, places, gradients):
-        """Takes note of which weights have a gradient."""
-        found = (place for place, g in zip(places, gradients, strict=True) if g is not None)
-        self.stepped[rank].update(found)
 
     def note_counts(self, are_rows):
         """Takes note of whether all losses are divided by the rows."""

@@ -5,7 +5,6 @@ residuals: the forward pass returns them, and the backward pass is later called 
 """
 
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 CONSTANT = (
     1024  # captured tensors of at most so many elements whose values are known stay constants
@@ -20,17 +19,17 @@ class Kept:
         the function that makes the backward pass, and the specs of its arguments.
       run: takes the function of the backward pass, returns it as a step of the stage.
       finish: called at the end of each of the two traces.
-      mesh: the stage's `Mesh`.
       args: arguments of the forward pass.
     """
 
-    def __init__(self, trace, run, finish, mesh, args):
+    def __init__(self, trace, run, finish, args):
         found: dict = {}
 
         def forward(*args):
             outputs, backward, specs = trace(*args)
 
             def finished(*args):
+                _keep_constants(tf.compat.v1.get_default_graph())
                 results = run(backward)(*args)
                 finish()
                 return results
@@ -44,13 +43,6 @@ class Kept:
             for tensor in compiled.captured_inputs:
                 if isinstance(tensor, tf.__internal__.EagerTensor) or id(tensor) in outside:
                     found["sources"].append(outside.get(id(tensor), tensor))  # such as a variable
-                    continue
-                value = tf.get_static_value(tensor)
-                if value is not None and value.size <= CONSTANT:
-                    with tf.init_scope():
-                        layout = mesh.layout((None,) * value.ndim)
-                        constant = tf.constant(value, tensor.dtype)
-                        found["sources"].append(dtensor.pack([constant] * mesh.size, layout))
                 else:
                     found["sources"].append(len(residuals))
                     residuals.append(tensor)
@@ -68,3 +60,26 @@ class Kept:
         captures = [residuals[k] if isinstance(k, int) else k for k in self._sources]
         self._backward.set_external_captures(captures)
         return self._backward(*args)
+
+
+def _keep_constants(graph):
+    """Has a graph take small tensors of the graph around it whose values are known as constants.
+
+    As residuals they would be values that nobody knows: shapes that depend on them would be unknown.
+    """
+    capture, known = graph.capture, {}
+
+    def constant_or_captured(tensor, name=None, shape=None):
+        eager = isinstance(tensor, tf.__internal__.EagerTensor)
+        plain = isinstance(tensor, tf.Tensor) and tensor.dtype not in (tf.resource, tf.variant)
+        if eager or not plain or tensor.graph is graph:
+            return capture(tensor, name, shape)
+        if id(tensor) not in known:
+            value = tf.get_static_value(tensor)
+            if value is None or value.size > CONSTANT:
+                return capture(tensor, name, shape)
+            with graph.as_default(), tf.control_dependencies(None):
+                known[id(tensor)] = tensor, tf.constant(value, tensor.dtype)
+        return known[id(tensor)][1]
+
+    graph.capture = constant_or_captured

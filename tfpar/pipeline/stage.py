@@ -186,6 +186,7 @@ class Functions:
         self.test_last = compiled(self._test_last)
         self.predict = compiled(self._predict)
         self._kept: dict = {}
+        self._stepped = plan.stepped[stage.rank]  # places of weights seen to have a gradient
 
     def compiled(self, fn):
         """`fn` as a compiled step on the mesh of the stage; it takes nests of DTensors."""
@@ -266,17 +267,21 @@ class Functions:
         key = signature((values, masks))
         if key not in self._kept:
             plan, stage = self._plan, self.stage
+            stepped, self._stepped = self._stepped, set()  # of a backward pass that may never run
             run = lambda fn: lambda *args: self._strategy.run(fn, args=args)
             with on_stage(stage.rank), plan.variables_on(stage.rank), rules.unrolled(self._model):
-                mesh = self._strategy.step_mesh
-                self._kept[key] = Kept(run(self._keep), run, self._check, mesh, (values, masks))
-        outputs, residuals = self._kept[key].forward(values, masks)
+                kept = Kept(run(self._keep), run, self._check, (values, masks))
+            self._kept[key] = kept, self._stepped
+            self._stepped = stepped
+        outputs, residuals = self._kept[key][0].forward(values, masks)
         return outputs, (key, residuals)
 
     def back(self, kept, upstream, added, count):
         """The backward pass on what `keep` has kept, for a gradient of one part; as `backward`."""
         key, residuals = kept
-        return self._kept[key].backward(residuals, upstream, added, count)
+        passes, stepped = self._kept[key]
+        self._stepped.update(stepped)
+        return passes.backward(residuals, upstream, added, count)
 
     def _keep(self, values, masks):
         sources = self._sources(values)
@@ -313,7 +318,7 @@ class Functions:
         if targets and wanted:
             found = tape.gradient(targets, wanted, output_gradients=upstream)
         gradients, rest = found[: len(weights)], found[len(weights) :]
-        plan.note_gradients(self.stage.rank, places, gradients)
+        self._stepped.update(p for p, g in zip(places, gradients, strict=True) if g is not None)
         self._optimizer.held(part)
         with plan.variables_on(self.stage.rank):  # those just made too
             self._optimizer.add_gradients(part, places, gradients, count)

@@ -1,5 +1,7 @@
 """A batch's trip through the stages of a pipelined model."""
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -40,24 +42,28 @@ class Trips:
 
     def train(self, batch):
         """Trains on one batch of host values; returns the logs."""
-        try:
-            trip = self._go(batch, TRAIN)
+        trip = self._trip(batch, TRAIN)
+        with self._ending_well(trip):
+            self._walk(trip)
             divisors = np.sum([[float(to_host(d)) for d in one] for one in trip.divisors], axis=0)
             figures = trip.figures_on_host()
-        except BaseException:
-            self.update.forget()
-            raise
         self.update.finish_batch(list(divisors))
         return self._tell_loss(figures)
 
     def test(self, batch):
         """Evaluates one batch of host values; returns the logs."""
-        return self._tell_loss(self._go(batch, TEST).figures_on_host())
+        trip = self._trip(batch, TEST)
+        with self._ending_well(trip):
+            self._walk(trip)
+            figures = trip.figures_on_host()
+        return self._tell_loss(figures)
 
     def predict(self, batch):
         """The outputs for one batch of host values, on the host."""
-        found = self._go(batch, PREDICT).predicted
-        parts = [tf.nest.map_structure(to_host, outputs) for outputs in found]
+        trip = self._trip(batch, PREDICT)
+        with self._ending_well(trip):
+            self._walk(trip)
+            parts = trip.predicted_on_host()
         return tf.nest.map_structure(lambda *values: tf.concat(values, 0), *parts)
 
     def predict_all(self, batches):
@@ -65,36 +71,43 @@ class Trips:
         outputs = [self.predict(batch) for batch in batches]
         return tf.nest.map_structure(lambda *values: tf.concat(values, 0), *outputs)
 
-    def _go(self, batch, mode):
-        try:
-            return self._walk(batch, mode)
-        except BaseException:
-            tf.experimental.async_clear_error()  # else TensorFlow refuses all that comes after
-            raise
-
-    def _walk(self, batch, mode):
+    def _trip(self, batch, mode):
         plan = self.plan
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         x = plan.graph.standardized(data_lib.to_tensors(x))
         rest = data_lib.to_tensors((y, sample_weight))
-        parts = plan.schedule.micro_batches
-        slices = data_lib.cut((x, *rest), parts, plan.meshes[0].data)
-        table = plan.schedule.take(len(slices))
-        ranks = table.ranks if mode == TRAIN else table.forward_only()
-        key = mode, _signature(slices)
-        if key not in self._known:
+        slices = data_lib.cut((x, *rest), plan.schedule.micro_batches, plan.meshes[0].data)
+        return Trip(self, slices, mode)
+
+    def _walk(self, trip):
+        """Takes a batch through the stages.
+
+        Functions are traced one at a time, in this thread, by the first batch of its shapes.
+        """
+        plan, key = self.plan, (trip.mode, _signature(trip.slices))
+        table = plan.schedule.take(len(trip.slices))
+        ranks = table.ranks if trip.mode == TRAIN else table.forward_only()
+        is_new = key not in self._known
+        if is_new:
             plan.place_late()
-            plan.counts_are_rows = False  # unless a trace says so: this batch may need none
-        trip = Trip(self, slices, mode, self._known.get(key, False))
-        # Functions are traced one at a time, in this thread, by the first batch of its shapes.
-        in_turn = key not in self._known
-        try:
-            driver.drive(trip.tables(ranks), trip.needs, trip.perform, in_turn=in_turn)
-        except StageError:
-            trip.find_first_error()
-            raise
+            plan.counts_are_rows = False  # unless a trace says so
+        trip.counts_are_rows = self._known.get(key, False)
+        driver.drive(trip.tables(ranks), trip.needs, trip.perform, in_turn=is_new)
         self._known.setdefault(key, plan.counts_are_rows)
-        return trip
+
+    @contextlib.contextmanager
+    def _ending_well(self, trip):
+        """Has an error leave nothing behind: no work under way, no gradients of half a batch."""
+        try:
+            yield
+        except BaseException as error:
+            first = trip.settle()
+            tf.experimental.async_clear_error()  # else TensorFlow refuses all that comes after
+            if trip.mode == TRAIN:
+                self.update.forget()
+            if isinstance(error, StageError) and first is not None:
+                raise first from error
+            raise
 
     def scalar(self, rank, value):
         """A float on the mesh of `rank`."""
@@ -140,13 +153,15 @@ class Trip:
       trips: the `Trips`.
       slices: list of (x, y, sample_weight), host values.
       mode: TRAIN, TEST or PREDICT.
+
+    Attributes:
       counts_are_rows: whether all losses are known to be divided by the rows.
     """
 
-    def __init__(self, trips, slices, mode, counts_are_rows):
+    def __init__(self, trips, slices, mode):
         self.trips, self.plan = trips, trips.plan
         self.slices, self.mode = slices, mode
-        self.counts_are_rows = counts_are_rows
+        self.counts_are_rows = False
         self.rows = [_rows(piece) for piece in slices]
         many = len(slices)
         self.counts: list = [None] * many  # for each part its denominator
@@ -197,20 +212,21 @@ class Trip:
                 made = self._forward(stage, m)
         self._made[action] = made
 
-    def find_first_error(self):
-        """Raises the error of a stage that failed by itself, if there is one.
+    def settle(self):
+        """Waits for all that was begun; returns the `StageError` of what failed by itself, if any.
 
         An error cancels what other stages are about to begin, and that may come out first.
         """
-        for (kind, index, m), made in self._made.items():
+        first = None
+        for (kind, index, m), made in list(self._made.items()):
             for tensor in tf.nest.flatten(made):
                 try:
-                    to_host(tensor)
-                except tf.errors.CancelledError:
-                    pass
-                except tf.errors.OpError:
                     with self._blaming(index, m, kind):
-                        raise
+                        to_host(tensor)
+                except Exception as error:
+                    if first is None and not isinstance(error.__cause__, tf.errors.CancelledError):
+                        first = error
+        return first
 
     def _blaming(self, index, micro_batch, kind):
         return Blame(self.plan.stages[index], micro_batch, kind)
@@ -333,6 +349,14 @@ class Trip:
         return [self._bring(count, (FORWARD, last, m), rank) for count in self.counts[m]]
 
     # At the end.
+
+    def predicted_on_host(self):
+        """The outputs of each micro-batch."""
+        found = []
+        for m, outputs in enumerate(self.predicted):
+            with self._blaming(len(self.plan.stages) - 1, m, FORWARD):
+                found.append(tf.nest.map_structure(to_host, outputs))
+        return found
 
     def figures_on_host(self):
         """The figures of the losses for each micro-batch; waits until all stages have ended."""

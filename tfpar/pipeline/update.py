@@ -84,10 +84,14 @@ class Update:
         optimizer = self._optimizer
         if not optimizer.built:
             return
-        for held in optimizer._held:
-            for variable in (held.count, *held.accumulators):
-                variable.assign(tf.zeros(variable.shape, variable.dtype))
-        optimizer.micro_step.assign(0)
+        window = [v for held in optimizer._held for v in (held.count, *held.accumulators)]
+        for variable in (*window, optimizer.micro_step):
+            zeros = tf.zeros(variable.shape, variable.dtype)
+            try:
+                variable.assign(zeros)
+            except tf.errors.CancelledError:  # the last of what the failure has cancelled
+                tf.experimental.async_clear_error()
+                variable.assign(zeros)
 
     @property
     def _ranks(self):

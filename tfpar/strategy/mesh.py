@@ -347,7 +347,7 @@ class _Extended(_tf.StrategyExtendedV1):
         shape = tuple(initial.shape)
         weight = kwargs.get("colocate_with")  # of an optimizer's slot
         if isinstance(weight, ShardedVariable):
-            weight = weight.copies.get(current_stage(), weight)
+            weight = weight.original.copies.get(current_stage(), weight.original)
         if isinstance(weight, ShardedVariable) and weight.shape == initial.shape:
             layouts = self._layouts_of_slot(weight, owner)
         else:
