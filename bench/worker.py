@@ -1,5 +1,6 @@
 """A peer's process: one `fit` that trains a block of steps each time the parent asks for one."""
 
+import collections
 import os
 import resource
 import sys
@@ -58,15 +59,11 @@ def serve(connection, peer_name, workload_name, steps, batch_hooks, log_path):
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     variables = {id(v): v for v in [*model.variables, *model.optimizer.variables]}.values()
-    connection.send(
-        {
-            "peak_bytes": peak,
-            "variable_bytes": sum(
-                peer.local_size(v) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize
-                for v in variables
-            ),
-        }
-    )
+    held: collections.Counter = collections.Counter()  # of each stage of a pipeline
+    for v in variables:
+        itemsize = np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize
+        held[getattr(v.value, "stage", 0)] += peer.local_size(v) * itemsize
+    connection.send({"peak_bytes": peak, "variable_bytes": max(held.values())})
 
 
 def make_callback(base, connection, steps, batch_hooks):

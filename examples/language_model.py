@@ -36,12 +36,12 @@ from absl import app, flags
 import tfpar
 
 flags.DEFINE_integer("pipe", 2, "Stages that the layers are cut into.", lower_bound=1)
-flags.DEFINE_integer("micro_batches", 8, "Slices of a batch in the pipeline.", lower_bound=1)
+flags.DEFINE_integer("micro_batches", 4, "Slices of a batch in the pipeline.", lower_bound=1)
 flags.DEFINE_string("schedule", "1f1b", "Of the pipeline: 1f1b, gpipe or interleaved.")
 flags.DEFINE_integer("data", 2, "Devices over which each batch is split.", lower_bound=1)
 flags.DEFINE_integer("model", 2, "Devices over which heads and MLPs are split.", lower_bound=1)
 flags.DEFINE_integer("epochs", 4, "Epochs to train for.", lower_bound=1)
-flags.DEFINE_integer("steps", 40, "Batches in an epoch.", lower_bound=1)
+flags.DEFINE_integer("steps", 30, "Batches in an epoch.", lower_bound=1)
 flags.DEFINE_integer("compare", 10, "Steps compared with one device; 0 for none.", lower_bound=0)
 flags.DEFINE_float("dropout", 0.0, "Dropout rate.", lower_bound=0.0, upper_bound=0.9)
 flags.DEFINE_string("logdir", "logs/language_model", "Folder for TensorBoard and the saved model.")

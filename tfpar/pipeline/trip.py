@@ -9,8 +9,8 @@ import tensorflow as tf
 from tfpar.collectives import hop
 from tfpar.pipeline import driver, report
 from tfpar.pipeline.blame import Blame, StageError
+from tfpar.pipeline.functions import Functions
 from tfpar.pipeline.schedule import BACKWARD, FORWARD
-from tfpar.pipeline.stage import Functions
 from tfpar.pipeline.update import Update
 from tfpar.strategy import data as data_lib
 from tfpar.variables import on_stage, to_host, to_mesh

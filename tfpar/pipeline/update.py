@@ -11,7 +11,7 @@ from tensorflow.experimental import dtensor
 
 from tfpar import _tf, accumulation
 from tfpar.collectives import hop
-from tfpar.pipeline.stage import Compiled
+from tfpar.pipeline.functions import Compiled
 from tfpar.strategy import rules, trainer
 from tfpar.variables import on_stage, to_host
 
