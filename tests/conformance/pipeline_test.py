@@ -52,7 +52,9 @@ def test_with_adam(case_id, mesh):
     check(cases.CASES[case_id](), mesh, adam)
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "residuals"])
+@pytest.mark.parametrize(
+    "recompute", [pytest.param(True, marks=pytest.mark.slow), False], ids=["recompute", "residuals"]
+)
 @pytest.mark.parametrize("case_id", IDS)
 def test_with_its_own_optimizer(case_id, recompute):
     check(cases.CASES[case_id](), "pipe=2", recompute=recompute)

@@ -80,7 +80,19 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# The others differ from these in what each does to a weight by itself.
+BY_DEFAULT = (
+    "AdamW with global clipping",
+    "Nadam",
+    "Adafactor",
+    "SGD with averages",
+    "a dynamic scale",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in BY_DEFAULT else pytest.mark.slow) for n in OPTIMIZERS]
+)
 def test_optimizers(name, float64):
     """One optimizer over all stages: counters, norms, scales and averages are those of one."""
     same(mlp, mesh=(3, 1, 1), optimizer=OPTIMIZERS[name])
@@ -189,7 +201,7 @@ def test_a_transformer_whose_masks_travel_over_pipe_data_and_model(mesh, tied, r
     )
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_zero(zero, float64):
     same(mlp, mesh=(2, 2, 1), zero=zero)
 
@@ -371,7 +383,11 @@ def test_what_it_saves_is_the_plain_model(tmp_path):
         assert relative_error(one.get_weights(), model.get_weights()) == 0
 
 
-@pytest.mark.parametrize("there", [(4, 1, 1), (1, 2, 2), (2, 2, 2), None], ids=str)
+@pytest.mark.parametrize(
+    "there",
+    [(4, 1, 1), (1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow), None],
+    ids=str,
+)
 def test_training_goes_on_on_another_mesh(there, tmp_path, float64):
     """Weights, moments, counters and an open window from pipe=2 onto any mesh, or none."""
     x, y = numbers(60)
