@@ -42,6 +42,9 @@ from keras.src.optimizers import base_optimizer as _base_optimizer
 # Keras compares a model's `compile` with this one to tell whether the user has overridden it.
 from keras.src.trainers.trainer import Trainer
 
+# Whether DTensor's device, which reads its switches once, has been made.
+from tensorflow.dtensor.python import api as _dtensor_api
+
 # The base classes of a strategy: `tf.distribute.Strategy` is public, what a strategy of one's own
 # must implement is not.
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyExtendedV1
@@ -65,6 +68,7 @@ __all__ = [
     "Trainer",
     "core",
     "creating",
+    "dtensor_has_started",
     "function_def",
     "function_names",
     "get_keras_mask",
@@ -81,6 +85,11 @@ __all__ = [
     "without_overwriting",
     "without_traces",
 ]
+
+
+def dtensor_has_started():
+    """Whether anyone has used DTensor in this process."""
+    return _dtensor_api._dtensor_singleton is not None
 
 
 def function_names():

@@ -53,13 +53,47 @@ combiner_test.train(lambda: keras.optimizers.Adam(0.01))
 """
 
 
-def test_without_the_cure_adam_is_wrong():
-    """Should this fail one day, TensorFlow has mended its combiner and the cure can go.
-
-    In a process of its own: the switch is read once.
-    """
+def alone(program):
+    """Runs a program in a process of its own: the switch is read once."""
     here = pathlib.Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
-    command = [sys.executable, "-c", WITHOUT_THE_CURE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    environment.pop(SWITCH, None)
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_without_the_cure_adam_is_wrong():
+    """Should this fail one day, TensorFlow has mended its combiner and the cure can go."""
+    done = alone(WITHOUT_THE_CURE)
     assert done.returncode != 0 and "parted from one device" in done.stderr, done.stderr
+
+
+USED_EARLY = """
+import keras, tfpar
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+tfpar.virtual_devices(4)
+dtensor.is_dtensor(tf.zeros(()))
+import combiner_test
+combiner_test.train(lambda: keras.optimizers.Adam(0.01))
+"""
+
+
+def test_dtensor_may_be_used_before_the_first_strategy():
+    """It reads the switch then: a question whether a tensor is a DTensor once undid the cure."""
+    done = alone(USED_EARLY)
+    assert done.returncode == 0, done.stderr
+
+
+USED_TOO_EARLY = """
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+dtensor.is_dtensor(tf.zeros(()))
+import tfpar
+tfpar.MeshStrategy(tfpar.Mesh())
+"""
+
+
+def test_dtensor_used_before_the_import_is_refused():
+    done = alone(USED_TOO_EARLY)
+    assert done.returncode != 0 and "Import tfpar first" in done.stderr, done.stderr

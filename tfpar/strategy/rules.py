@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
+from tfpar import _tf
 from tfpar.variables import to_mesh
 
 # Ops with state that DTensor has rules for, or that only call other functions.
@@ -80,17 +81,34 @@ class UnsupportedStep(ValueError):
     """A step that DTensor cannot split over the mesh, with the op and the way out."""
 
 
-def switch_off_what_is_wrong():
-    """Switches two optimisations of DTensor off, process-wide, that give wrong numbers.
-
-    "0" does so also after TensorFlow's start ("false" does not).
-    """
+# Two optimisations of DTensor that give wrong numbers; "0" switches them off ("false" does not).
+WRONG = (
     # Combined all-reduces move across variable reads: Adam then trains on stale values.
-    os.environ["DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"] = "0"
+    "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION",
     # On meshes whose devices are not in sorted order all-to-all mixes shards up, silently; on more
     # than ten CPU devices it fails, since its keys run device numbers together (1, 12 and 11, 2).
     # An all-gather and a slice take its place.
-    os.environ["DTENSOR_USE_ALL_TO_ALL_RELAYOUT"] = "0"
+    "DTENSOR_USE_ALL_TO_ALL_RELAYOUT",
+)
+
+# DTensor reads them once, when it is first used, be it to ask whether a tensor is a DTensor. So they
+# are switched off as tfpar is imported.
+_too_late = _tf.dtensor_has_started() and any(os.environ.get(name) != "0" for name in WRONG)
+os.environ.update(dict.fromkeys(WRONG, "0"))
+
+
+def switch_off_what_is_wrong():
+    """Sees to it that two optimisations of DTensor are off, process-wide, that give wrong numbers.
+
+    Raises:
+      RuntimeError: DTensor was used before tfpar was imported.
+    """
+    if _too_late:
+        raise RuntimeError(
+            "DTensor was used before tfpar was imported, and reads its settings once; with those it "
+            "has now it computes wrong numbers. Import tfpar first; in a notebook, restart the kernel"
+        )
+    os.environ.update(dict.fromkeys(WRONG, "0"))
 
 
 def allow_replicated(op_types):
