@@ -95,16 +95,16 @@ def jax_shard(variable):
 # tfpar.
 
 
-def mesh(data=1, model=1, more_layouts=None, **kwargs):
+def mesh(data=1, model=1, pipe=1, more_layouts=None, **kwargs):
     def scope(layouts):
         import tfpar
 
-        tfpar.virtual_devices(data * model)
-        mesh = tfpar.Mesh(data=data, model=model)
+        tfpar.virtual_devices(pipe * data * model)
+        mesh = tfpar.Mesh(pipe=pipe, data=data, model=model)
         layouts = {**layouts, **(more_layouts or {})}
         return tfpar.MeshStrategy(mesh, layouts, **kwargs).scope()
 
-    return Peer(scope, largest_shard, devices=data * model)
+    return Peer(scope, largest_shard, devices=pipe * data * model)
 
 
 def largest_shard(variable):
@@ -117,19 +117,13 @@ def accumulating(optimizer):
     return tfpar.AccumulatingOptimizer(optimizer, PARTS)
 
 
-def pipeline(pipe, data=1, model=1, **kwargs):
-    def scope(layouts):
-        import tfpar
-
-        tfpar.virtual_devices(pipe * data * model)
-        return tfpar.MeshStrategy(tfpar.Mesh(pipe=pipe, data=data, model=model), layouts).scope()
-
+def pipeline(pipe, data=1, **kwargs):
     def build(build):
         import tfpar
 
         return tfpar.Pipeline(build, micro_batches=MICRO_BATCHES, **kwargs)
 
-    return Peer(scope, largest_shard, devices=pipe * data * model, build=build)
+    return dataclasses.replace(mesh(pipe=pipe, data=data), build=build)
 
 
 def stock_accumulation(optimizer):

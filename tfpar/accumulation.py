@@ -425,8 +425,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         """Makes the count and the accumulators of one more part of the gradient."""
         k = len(self._held)
         local = dict(aggregation="sum", synchronization="on_read")  # each replica has its own
-        wide = "float64" if keras.config.floatx() == "float64" else "float32"
-        count = self._new((), wide, f"count_{k}", **local)
+        count = self._new((), denominators.wide(), f"count_{k}", **local)
         accumulators = []
         for variable in self._trainable_variables:
             dtype = "float32" if variable.dtype in ("float16", "bfloat16") else variable.dtype

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import threading
 
+import keras
 import tensorflow as tf
 
 from tfpar import _tf
@@ -89,6 +90,11 @@ def weigh(loss, count):
         loss = tf.identity(loss)  # a tensor of its own, to be found again in the graph
         here.losses.append(Loss(loss, MEAN, count))
     return loss
+
+
+def wide():
+    """The dtype in which denominators and windows add up: float64 where Keras' default is, else float32."""
+    return "float64" if keras.config.floatx() == "float64" else "float32"
 
 
 def rows_of(batch):

@@ -6,6 +6,7 @@ import math
 import re
 
 from tfpar import structure
+from tfpar.mesh import aligned
 
 SPLIT_AXES = ("data", "model")
 
@@ -399,16 +400,7 @@ def explain(variables, layouts, mesh, slots=False):
         rows.append(row + [_written(slot_axes, shape, mesh), f"{slot:,}"] if slots else row)
     sums = ["total", "", "", f"{here:,}", f"{total:,}"]
     rows.append(sums + ["", f"{of_slots:,}"] if slots else sums)
-    lines = [repr(mesh)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = zip(row, widths)
-        lines.append(
-            "  ".join(
-                cell.rjust(width) if i in (3, 4, 6) else cell.ljust(width)
-                for i, (cell, width) in enumerate(cells)
-            ).rstrip()
-        )
+    lines = [repr(mesh), *aligned(rows, right=(3, 4, 6))]
     for pattern, axes in layouts.items():
         caught = [path for path, *_ in variables if re.search(pattern, path)]
         if caught or mesh.pipe == 1:  # a stage need not have a weight for each rule

@@ -53,6 +53,23 @@ def check_positive(**numbers):
             raise ValueError(f"{name} must be a positive int; received {name}={value!r}")
 
 
+def aligned(rows, right=()):
+    """The lines of a table.
+
+    Args:
+      rows: sequences of cells, strings, one for each column.
+      right: the columns that are aligned on their right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if k in right else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 @dataclasses.dataclass(frozen=True, eq=True)
 class Mesh:
     """Devices arranged along the axes `pipe`, `data` and `model`.
@@ -172,9 +189,7 @@ class Mesh:
         rows = [("device", *AXES)]
         for device in self.devices:
             rows.append((_short(device), *map(str, self.coordinates(device).values())))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
-        return "\n".join([repr(self), *lines])
+        return "\n".join([repr(self), *aligned(rows)])
 
     def __repr__(self):
         return (

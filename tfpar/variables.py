@@ -230,7 +230,6 @@ class ShardedVariable(dtensor.DVariable):
       original: the variable whose copy it is, or itself.
       copies: {stage: `ShardedVariable`}: its copies for the other stages that use it. What is assigned
         outside a step they are assigned too; in a step a stage changes its own alone.
-      is_copied: whether there are several of it, on other stages.
       copies_add: whether its value is the sum over all copies, which are 0 outside a step.
     """
 
@@ -275,7 +274,6 @@ class ShardedVariable(dtensor.DVariable):
         self.original = self
         self.copies = {}
         self.copies_add = False
-        self.is_copied = False
         self._shape = tf.TensorShape(shape)
         if updated_whole:
             self.update_whole()
@@ -284,6 +282,11 @@ class ShardedVariable(dtensor.DVariable):
     def path(self):
         """The Keras path of the variable, such as "dense/kernel"."""
         return self._path
+
+    @property
+    def is_copied(self):
+        """Whether there are several of it, on other stages."""
+        return self.original is not self or bool(self.copies)
 
     def copy_to(self, other):
         """Outside a step: gives its value to its copy `other`, on another mesh of the same shape."""

@@ -1,6 +1,7 @@
 """The reported faults in a pipeline: every case gives the numbers of one device."""
 
 import cases
+import fit_test
 import pytest
 import tensorflow as tf
 from accumulation_test import DenseAdam
@@ -15,8 +16,7 @@ CUT_IN_TWO = ("01", "17", "20", "21", "51")  # have fewer than four layers
 
 def pipelined(case, pipe, data, micro_batches=None, **kwargs):
     """(strategy, builder) of a case; the builder makes a pipeline in the strategy's scope."""
-    devices = [f"CPU:{i}" for i in range(pipe * data)]
-    strategy = tfpar.MeshStrategy(tfpar.Mesh(pipe=pipe, data=data, devices=devices))
+    strategy = tfpar.MeshStrategy(fit_test.mesh(data=data, pipe=pipe))
     many = micro_batches or -(-case.batch // (case.micro or 3))
 
     def build():

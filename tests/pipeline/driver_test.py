@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from fit_test import scope
+from fit_test import mesh, scope
 
 import tfpar
 from tfpar.pipeline import driver, schedule
@@ -177,7 +177,7 @@ STAGES = ["two", "guard", "three"]
 
 def pipeline(recompute=True, steps=1):
     keras.utils.set_random_seed(0)
-    strategy = tfpar.MeshStrategy(tfpar.Mesh(pipe=4, devices=[f"CPU:{i}" for i in range(4)]))
+    strategy = tfpar.MeshStrategy(mesh(pipe=4))
     with scope(strategy):
         model = tfpar.Pipeline(guarded, 4, stages=STAGES, recompute=recompute)
         optimizer = keras.optimizers.Adam(0.01)
@@ -291,7 +291,7 @@ def test_an_error_in_a_layers_own_code_says_where():
         i = keras.Input((6,))
         return keras.Model(i, L.Dense(1)(Broken(name="broken")(L.Dense(4, name="one")(i))))
 
-    strategy = tfpar.MeshStrategy(tfpar.Mesh(pipe=2, devices=["CPU:0", "CPU:1"]))
+    strategy = tfpar.MeshStrategy(mesh(pipe=2))
     with scope(strategy):
         model = tfpar.Pipeline(build, 2, stages=["broken"])
         model.compile("adam", "mse")

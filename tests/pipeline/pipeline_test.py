@@ -1,8 +1,8 @@
 """A model made a `tfpar.Pipeline` trains as on one device, whatever it is made of."""
 
-import contextlib
 import functools
 
+import fit_test
 import keras
 import numpy as np
 import pytest
@@ -17,9 +17,7 @@ O = keras.optimizers
 
 
 def strategy_on(pipe, data=1, model=1, layouts=None, **kwargs):
-    devices = [f"CPU:{i}" for i in range(pipe * data * model)]
-    mesh = tfpar.Mesh(pipe=pipe, data=data, model=model, devices=devices)
-    return tfpar.MeshStrategy(mesh, layouts, **kwargs)
+    return tfpar.MeshStrategy(fit_test.mesh(data, model, pipe), layouts, **kwargs)
 
 
 def piped(build, micro_batches=3, **kwargs):
@@ -394,7 +392,7 @@ def test_training_goes_on_on_another_mesh(there, tmp_path, float64):
 
     def make(mesh):
         keras.utils.set_random_seed(0)
-        with strategy_on(*mesh).scope() if mesh else contextlib.nullcontext():
+        with fit_test.scope(mesh and strategy_on(*mesh)):
             model = piped(mlp)() if mesh and mesh[0] > 1 else mlp()
             schedule = O.schedules.ExponentialDecay(0.05, 2, 0.7)
             model.compile(tfpar.AccumulatingOptimizer(O.Adam(schedule), steps=2), "mse")
@@ -425,7 +423,7 @@ def test_everyday_use():
     logs, results = [], []
     for strategy in (None, strategy_on(2, 2)):
         keras.utils.set_random_seed(0)
-        with strategy.scope() if strategy else contextlib.nullcontext():
+        with fit_test.scope(strategy):
             model = piped(mlp)()
             model.compile("adam", "mse", metrics=["mae"], steps_per_execution=2)
         history = model.fit(
@@ -614,7 +612,7 @@ def test_layers_that_train_only_later(float64):
     trained = []
     for strategy in (None, strategy_on(2)):
         keras.utils.set_random_seed(0)
-        with strategy.scope() if strategy else contextlib.nullcontext():
+        with fit_test.scope(strategy):
 
             def build():
                 model = mlp()

@@ -21,9 +21,10 @@ RULES = {
 }
 
 
-def mesh(data=1, model=1):
-    """A mesh of the first data x model devices."""
-    return tfpar.Mesh(data=data, model=model, devices=[f"CPU:{i}" for i in range(data * model)])
+def mesh(data=1, model=1, pipe=1):
+    """A mesh of the first pipe x data x model devices."""
+    devices = [f"CPU:{i}" for i in range(pipe * data * model)]
+    return tfpar.Mesh(pipe=pipe, data=data, model=model, devices=devices)
 
 
 def strategy_on(data, model, layouts=None, **kwargs):

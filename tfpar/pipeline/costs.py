@@ -182,6 +182,12 @@ def _bytes(value, rows, length):
     return _elements(value, rows, length) * tf.as_dtype(value.dtype).size
 
 
+def bytes_a_row(value, length=LENGTH):
+    """Bytes of a `graph.Value` for each row of the batch."""
+    row = (length if n is None else n for n in value.shape[1:])
+    return math.prod(row) * tf.as_dtype(value.dtype).size
+
+
 def _made(call, values):
     """What a call makes of values, changing no variable."""
     values = dict(values)

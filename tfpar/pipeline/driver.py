@@ -18,8 +18,8 @@ class _Walk:
         self.running = 0
         self.changed = threading.Condition()
 
-    def is_ready(self, action):
-        return all(need in self.done for need in self.needs(action))
+    def are_done(self, actions):
+        return self.done.issuperset(actions)
 
     def run(self, rank, action):
         self.perform(rank, action)
@@ -31,8 +31,9 @@ class _Walk:
         """What the thread of a rank does."""
         try:
             for action in actions:
+                needs = self.needs(action)
                 with self.changed:
-                    self.changed.wait_for(lambda: self.stopped or self.is_ready(action))
+                    self.changed.wait_for(lambda: self.stopped or self.are_done(needs))
                     if self.stopped:
                         return
                 self.run(rank, action)
@@ -96,7 +97,7 @@ def _take_turns(walk, tables):
     while any(left):
         waiting = []
         for rank, actions in enumerate(left):
-            if actions and walk.is_ready(actions[0]):
+            if actions and walk.are_done(walk.needs(actions[0])):
                 walk.run(rank, actions.pop(0))
                 break
             waiting += actions[:1]

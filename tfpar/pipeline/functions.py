@@ -4,16 +4,17 @@ Forward; backward, which runs the stage again (recompute) or takes what the forw
 on the last stage forward, loss and backward at once. Which function runs when is not known here.
 """
 
+import contextlib
 import functools
 
 import keras
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 from tfpar import accumulation, denominators
 from tfpar.pipeline.residuals import Kept
 from tfpar.pipeline.stage import masks_of
 from tfpar.strategy import rules, trainer
+from tfpar.strategy.data import lay_out_rows
 from tfpar.variables import on_stage
 
 
@@ -35,6 +36,31 @@ class Compiled:
         return self._traces[key](*args)
 
 
+def compiled(plan, rank, fn):
+    """`fn` as a compiled step on the mesh of a stage; it takes nests of DTensors."""
+
+    def step(*args):
+        with tracing(plan, rank):
+            outputs = plan.strategy.run(fn, args=args)
+            check(plan)
+        return outputs
+
+    return Compiled(step)
+
+
+@contextlib.contextmanager
+def tracing(plan, rank):
+    """For code of a stage mesh that is being traced."""
+    with on_stage(rank), plan.variables_on(rank), rules.unrolled(plan.model):
+        yield
+
+
+def check(plan):
+    """At the end of a trace: makes the graph fit for the mesh or refuses it."""
+    graph = tf.compat.v1.get_default_graph()
+    rules.check_graph(graph, plan.strategy.step_mesh, trainer.variable_names(plan.model))
+
+
 def signature(args):
     """What a trace depends on: keys of dicts, shapes and dtypes."""
     flat = tf.nest.flatten(args)
@@ -47,41 +73,23 @@ class Functions:
 
     Args:
       stage: a `Stage`.
-      plan: the `model.Plan` that it belongs to.
+      plan: the `plan.Plan` that it belongs to.
     """
 
     def __init__(self, stage, plan):
         self.stage = stage
         self._plan = plan
         self._model = plan.model
-        self._strategy = plan.strategy
-        compiled = self.compiled
+        step = functools.partial(compiled, plan, stage.rank)
         self.forward = {
-            flag: compiled(functools.partial(self._forward, flag)) for flag in (True, False)
+            flag: step(functools.partial(self._forward, flag)) for flag in (True, False)
         }
-        self.backward = compiled(self._backward)
-        self.train_last = compiled(self._train_last)
-        self.test_last = compiled(self._test_last)
-        self.predict = compiled(self._predict)
+        self.backward = step(self._backward)
+        self.train_last = step(self._train_last)
+        self.test_last = step(self._test_last)
+        self.predict = step(self._predict)
         self._kept: dict = {}
         self._stepped = plan.stepped[stage.rank]  # places of weights seen to have a gradient
-
-    def compiled(self, fn):
-        """`fn` as a compiled step on the mesh of the stage; it takes nests of DTensors."""
-
-        def step(*args):
-            plan, rank = self._plan, self.stage.rank
-            with on_stage(rank), plan.variables_on(rank), rules.unrolled(self._model):
-                outputs = self._strategy.run(fn, args=args)
-                self._check()
-            return outputs
-
-        return Compiled(step)
-
-    def _check(self):
-        """At the end of a trace: makes the graph fit for the mesh or refuses it."""
-        graph = tf.compat.v1.get_default_graph()
-        rules.check_graph(graph, self._strategy.step_mesh, trainer.variable_names(self._model))
 
     @property
     def _optimizer(self):
@@ -89,15 +97,8 @@ class Functions:
 
     def _pinned(self, tensors):
         """Lays tensors out as they travel: by rows over `data`, else whole."""
-        mesh = self._strategy.step_mesh
-
-        def one(tensor):
-            axes: list = [None] * tensor.shape.rank
-            if axes and tensor.shape[0] is not None and tensor.shape[0] % mesh.data == 0:
-                axes[0] = "data"
-            return dtensor.relayout(tensor, mesh.layout(axes))
-
-        return tf.nest.map_structure(one, tensors)
+        mesh = self._plan.strategy.step_mesh
+        return tf.nest.map_structure(lambda tensor: lay_out_rows(tensor, mesh), tensors)
 
     def _given(self, values):
         numbers = self.stage.gives
@@ -131,8 +132,7 @@ class Functions:
             made, losses, _ = self.stage.run(values, masks, True, kept)
         results = []
         for part, gradients in enumerate(upstream):
-            targets = [*(made[number] for number in gradients), *losses]
-            grads = [*(tf.add_n(list(found)) for found in gradients.values()), *added[part]]
+            targets, grads = _targets(made, losses, gradients, added[part])
             results.append(self._apply(tape, part, targets, grads, values, counts[part]))
         return results, tf.zeros(())
 
@@ -146,9 +146,9 @@ class Functions:
         if key not in self._kept:
             plan, stage = self._plan, self.stage
             stepped, self._stepped = self._stepped, set()  # of a backward pass that may never run
-            run = lambda fn: lambda *args: self._strategy.run(fn, args=args)
-            with on_stage(stage.rank), plan.variables_on(stage.rank), rules.unrolled(self._model):
-                kept = Kept(run(self._keep), run, self._check, (values, masks))
+            run = lambda fn: lambda *args: plan.strategy.run(fn, args=args)
+            with tracing(plan, stage.rank):
+                kept = Kept(self._keep, run, lambda: check(plan), (values, masks))
             self._kept[key] = kept, self._stepped
             self._stepped = stepped
         outputs, residuals = self._kept[key][0].forward(values, masks)
@@ -170,19 +170,18 @@ class Functions:
         given, masks = self._given(made)
 
         def back(upstream, added, count):
-            targets = [*(made[number] for number in upstream), *losses]
-            grads = [*(tf.add_n(found) for found in upstream.values()), *added]
+            targets, grads = _targets(made, losses, upstream, added)
             return [self._apply(tape, 0, targets, grads, values, count)], tf.zeros(())
 
         wanted = [number for number in self.stage.gives if self._plan.needs_gradient[number]]
         specs = {
             number: [tf.TensorSpec(given[number].shape, given[number].dtype)]
-            * len(self._plan.consumers(number))
+            * len(self._plan.consumers[number])
             for number in wanted
         }
         of_losses = [tf.TensorSpec(loss.shape, loss.dtype) for loss in losses]
         outputs = given, masks, before, losses, tf.zeros(())
-        return outputs, back, (specs, of_losses, tf.TensorSpec((), self.wide))
+        return outputs, back, (specs, of_losses, tf.TensorSpec((), denominators.wide()))
 
     def _sources(self, values):
         return [number for number in self.stage.takes if self._plan.needs_gradient[number]]
@@ -234,7 +233,7 @@ class Functions:
             rest = "batch"
         groups, takes_rest = accumulation.grouped(used, rest)
         keys = sorted(groups, key=lambda key: key != takes_rest)  # its part comes first
-        self._plan.note_counts(all(_is_of_rows(group) for group in groups.values()))
+        self._plan.counts_are_rows = all(_is_of_rows(group) for group in groups.values())
         remains, upstream = scaled, {}
         if len(groups) > 1:
             found = tape.gradient(scaled, [loss.value for loss in used])
@@ -245,7 +244,7 @@ class Functions:
         results, of_others, counts, divisors = [], [], [], []
         for part, key in enumerate(keys):
             group = groups[key]
-            count = _count(group, rows, self.wide)
+            count = _count(group, rows, denominators.wide())
             targets, grads = [remains], [tf.ones_like(remains)]
             if part > 0:
                 targets = [x.value for x in group]
@@ -276,11 +275,6 @@ class Functions:
         made, _, changed = self.stage.run(values, masks, False)
         self.stage.remember(changed)
         return self._predicted(made)
-
-    @property
-    def wide(self):
-        """The dtype of losses and their denominators."""
-        return tf.float64 if keras.config.floatx() == "float64" else tf.float32
 
     def _predicted(self, values):
         graph = self._plan.graph
@@ -317,7 +311,7 @@ class Functions:
     def _own_loss(self, x, y, y_pred, sample_weight, added, training):
         """What the model's own `compute_loss` says, whose `self.losses` are `added`."""
         model = self._model
-        model._losses_override = list(added) or [tf.zeros((), self.wide)]
+        model._losses_override = list(added) or [tf.zeros((), denominators.wide())]
         try:
             return model._compute_loss(x, y, y_pred, sample_weight, training=training)
         finally:
@@ -329,11 +323,17 @@ class Functions:
 
     def _figures(self, total, own, noted, rows):
         """What `report.batch_loss` needs of a micro-batch, as one vector."""
-        figures = [total, 0.0 if own is None else own, tf.cast(rows, self.wide)]
+        figures = [total, 0.0 if own is None else own, tf.cast(rows, denominators.wide())]
         for one in noted:
-            figures += [one.value, _count([one], rows, self.wide)]
+            figures += [one.value, _count([one], rows, denominators.wide())]
         self._plan.kinds = [one.kind for one in noted]
-        return tf.stack([tf.cast(figure, self.wide) for figure in figures])
+        return tf.stack([tf.cast(figure, denominators.wide()) for figure in figures])
+
+
+def _targets(made, losses, upstream, added):
+    """(what a stage makes and what its layers add, the gradients of these)."""
+    targets = [*(made[number] for number in upstream), *losses]
+    return targets, [*(tf.add_n(list(found)) for found in upstream.values()), *added]
 
 
 def _is_of_rows(group):

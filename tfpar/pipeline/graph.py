@@ -160,21 +160,22 @@ class Graph:
                 known[id(outside)] = inside[id(made)]
 
     def _add(self, name, operation, node, known, training):
-        times = self._times[name] = self._times.get(name, 0) + 1
-        name = name if times == 1 else f"{name}#{times}"
         takes = {id(tensor): known[id(tensor)] for tensor in node.input_tensors}
-        gives = tuple(self._new(tensor, name, len(self.calls)) for tensor in node.outputs)
+        gives = self._call(name, operation, node.arguments, takes, node.outputs, training)
         known.update((id(tensor), number) for tensor, number in zip(node.outputs, gives))
-        self.calls.append(Call(name, operation, node.arguments, takes, gives, training))
 
     def _cast(self, number, tensor, name, training):
+        arguments = _tf.SymbolicArguments(tensor)
+        takes = {id(tensor): number}
+        return self._call(name, _Cast(tensor.dtype), arguments, takes, [tensor], training)[0]
+
+    def _call(self, name, operation, arguments, takes, made, training):
+        """Adds a call; returns the numbers of the values that it makes."""
         times = self._times[name] = self._times.get(name, 0) + 1
         name = name if times == 1 else f"{name}#{times}"
-        gives = (self._new(tensor, name, len(self.calls)),)
-        arguments = _tf.SymbolicArguments(tensor)
-        call = Call(name, _Cast(tensor.dtype), arguments, {id(tensor): number}, gives, training)
-        self.calls.append(call)
-        return gives[0]
+        gives = tuple(self._new(tensor, name, len(self.calls)) for tensor in made)
+        self.calls.append(Call(name, operation, arguments, takes, gives, training))
+        return gives
 
     def _to_open(self, node, known):
         """(values for the inputs of a model inside, its training flag); None if it stays shut.
@@ -260,9 +261,9 @@ def chained(models):
     Returns:
       A Functional model.
     """
-    first = functional(models[0]) if models else None
     if not models:
         raise ValueError("a pipeline needs at least one stage model; received an empty list")
+    first = functional(models[0])
     if first is None:
         raise ValueError(
             f"the first of the stage models must be a built Sequential or Functional model; "

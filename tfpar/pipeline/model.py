@@ -13,6 +13,7 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.graph import chained
 from tfpar.pipeline.plan import Plan
 from tfpar.pipeline.trip import Trips
+from tfpar.strategy import trainer
 from tfpar.strategy.mesh import MeshStrategy
 
 
@@ -125,43 +126,37 @@ def _install():
     stock_function, stock_predict = base._make_function, base.make_predict_function
     stock_compile = model_class.compile
 
-    def trips(model):
+    def plan_of(model):
         plan = getattr(model, "pipeline", None)
-        if not isinstance(plan, Plan):
-            return None
-        if plan.trips is None:
-            plan.trips = Trips(plan)
+        return plan if isinstance(plan, Plan) else None
+
+    def trips(plan):
+        plan.trips = plan.trips or Trips(plan)
         return plan.trips
 
     @functools.wraps(stock_function)
     def _make_function(self, step_function):
-        ours = trips(self)
-        if ours is None:
+        plan = plan_of(self)
+        if plan is None:
             return stock_function(self, step_function)
-        step = ours.train if step_function == self.train_step else ours.test
-
-        def function(iterator):
-            outputs = None
-            for _, batch in zip(range(self.steps_per_execution), iterator):
-                outputs = step(batch)
-            if outputs is None:
-                raise StopIteration
-            return outputs
-
-        return function
+        ours = trips(plan)
+        return trainer.execution(
+            self, ours.train if step_function == self.train_step else ours.test
+        )
 
     @functools.wraps(stock_predict)
     def make_predict_function(self, force=False):
-        ours = trips(self)
-        if ours is None:
+        plan = plan_of(self)
+        if plan is None:
             return stock_predict(self, force)
         if self.predict_function is None or force:
-            self.predict_function = ours.predict_all
+            self.predict_function = trips(plan).predict
         return self.predict_function
 
     @functools.wraps(stock_compile)
     def compile(self, *args, **kwargs):
-        if trips(self) is None:
+        plan = plan_of(self)
+        if plan is None:
             return stock_compile(self, *args, **kwargs)
         bound = inspect.signature(stock_compile).bind(self, *args, **kwargs)
         bound.apply_defaults()
@@ -170,8 +165,8 @@ def _install():
             optimizer = bound.arguments["optimizer"] = AccumulatingOptimizer(optimizer, 1)
         _check_compile(bound.arguments, optimizer)
         bound.arguments["jit_compile"] = False
-        self.pipeline.forget_compiled()
-        optimizer._finish = lambda: trips(self).update.update()
+        plan.forget_compiled()
+        optimizer._finish = lambda: trips(plan).update.update()
         return stock_compile(*bound.args, **bound.kwargs)
 
     base._make_function = _make_function

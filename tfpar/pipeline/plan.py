@@ -5,11 +5,12 @@ import math
 
 import keras
 
+from tfpar.mesh import aligned
 from tfpar.pipeline import costs as costs_lib
 from tfpar.pipeline import partition, simulate, timeline
 from tfpar.pipeline.graph import Graph
 from tfpar.pipeline.stage import Stage
-from tfpar.variables import ShardedVariable
+from tfpar.variables import ShardedVariable, on_stage
 
 SLACK = 0.05  # of the slowest stage, that a cut with less to send may cost
 COPIES = 4  # weights, gradients and the two slots of Adam
@@ -29,6 +30,11 @@ class Plan:
       costs: for each call its `costs.Cost`, or None where the model was cut by hand.
       needs_gradient: for each value whether its gradient is wanted.
       maker: for each value the virtual stage that makes it; None for inputs of the model.
+      consumers: for each value the virtual stages that take it.
+      trips: the `trip.Trips` of the model as it is compiled now, or None before the first.
+      stepped: for each stage mesh the places of the weights that were seen to have a gradient.
+      kinds: of the losses that were compiled, as they were traced last: see `report.batch_loss`.
+      counts_are_rows: whether all losses were divided by the rows, as they were traced last.
     """
 
     def __init__(self, model, strategy, schedule, stages, recompute, by_hand=None, memory=None):
@@ -55,12 +61,14 @@ class Plan:
             Stage(self.graph, start, stop, index, index % self.ranks, index == count - 1)
             for index, (start, stop) in enumerate(bounds)
         ]
-        self.needs_gradient = _needing_gradient(self.graph)
         self.maker = [self._maker(value.made_by) for value in self.graph.values]
-        self.stepped: list[set] = [set() for _ in self.meshes]
+        self.consumers: list = [[] for _ in self.graph.values]
+        for stage in self.stages:
+            for number in stage.takes:
+                self.consumers[number].append(stage.index)
         self.kinds: list = []
         self.counts_are_rows = False
-        self.trips = None  # of the model as it is compiled now
+        self.forget_compiled()
 
     @property
     def ranks(self):
@@ -101,7 +109,7 @@ class Plan:
                 found = ranks.setdefault(id(variable), [])
                 if stage.rank not in found:
                     found.append(stage.rank)
-        for variable in {id(v): v for v in self.model.variables}.values():
+        for variable in self.model.variables:
             if not isinstance(variable._value, ShardedVariable):
                 self.strategy.place(variable, ranks.get(id(variable), [0]))
         self.strategy.check_layouts(self.model)
@@ -118,15 +126,15 @@ class Plan:
             if not isinstance(variable._value, ShardedVariable):
                 self.strategy.place(variable, ranks)
 
-    def consumers(self, number):
-        """The virtual stages that take a value."""
-        return [stage.index for stage in self.stages if number in stage.takes]
+    def pack(self, values, rank):
+        """Packs a nest of host values onto a stage mesh, dim 0 over `data` (see `data.pack`)."""
+        with on_stage(rank):
+            return self.strategy.pack(values)
 
     def weights_of(self, stage):
         """(trainable weights of a stage, their places among the optimizer's)."""
-        optimizer = self.model.optimizer
-        weights = list({id(weight): weight for weight in stage.trainable}.values())
-        return weights, [optimizer._get_variable_index(weight) for weight in weights]
+        place = self.model.optimizer._get_variable_index
+        return stage.trainable, [place(weight) for weight in stage.trainable]
 
     @contextlib.contextmanager
     def variables_on(self, rank):
@@ -148,16 +156,10 @@ class Plan:
                 variable._value = held
 
     def forget_compiled(self):
-        """Forgets what belongs to the model as it was compiled before."""
+        """Forgets what belongs to the model as it was compiled before; other layers may train now."""
         self.trips = None
-        self.stepped = [set() for _ in self.meshes]
-        self.needs_gradient = _needing_gradient(self.graph)  # other layers may train now
-
-    # What is learnt while the stages are traced.
-
-    def note_counts(self, are_rows):
-        """Takes note of whether all losses are divided by the rows."""
-        self.counts_are_rows = are_rows
+        self.stepped: list[set] = [set() for _ in self.meshes]
+        self.needs_gradient = _needing_gradient(self.graph)
 
     # For people.
 
@@ -208,43 +210,28 @@ class Plan:
     def _table(self):
         forward, backward = self._stage_costs()
         total = [f + b for f, b in zip(forward, backward)]
-        activations = {n: _bytes_a_row(value) for n, value in enumerate(self.graph.values)}
         rows = [("stage", "mesh", "calls", "cost", "parameters", "sends a row", "first", "last")]
         for stage, cost in zip(self.stages, total):
-            sent = 0 if stage.is_last else sum(activations[number] for number in stage.gives)
-            weights = {id(v): v for v in stage.layer.weights}.values()
+            given = [] if stage.is_last else [self.graph.values[number] for number in stage.gives]
+            sent = sum(map(costs_lib.bytes_a_row, given))
             rows.append(
                 (
                     str(stage.index),
                     str(stage.rank),
                     str(len(stage.calls)),
                     f"{cost / max(total):.0%}",
-                    f"{sum(math.prod(v.shape) for v in weights):,}",
+                    f"{sum(math.prod(v.shape) for v in stage.layer.weights):,}",
                     f"{sent:,} B",
                     stage.names[0],
                     stage.names[-1],
                 )
             )
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        table = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
         unit = "as given" if self.costs is None else "FLOPs" if self.counted else "measured time"
-        return [*table, "", f"cost: {unit}, forward and backward, of the slowest stage's"]
+        return [*aligned(rows), "", f"cost: {unit}, forward and backward, of the slowest stage's"]
 
     def save_timeline(self, path, title=""):
         """Draws the timeline of a step as a picture, .svg or .png (see `timeline.save`)."""
         timeline.save(self.simulate(), path, title or self.model.name)
-
-
-def _bytes_a_row(value, length=64):
-    """Bytes of a value for each row of the batch; dims known at run time only count as `length`."""
-    size = _width(value.dtype)
-    for n in value.shape[1:]:
-        size *= length if n is None else n
-    return size
-
-
-def _width(dtype):
-    return {"bool": 1}.get(dtype) or int("".join(filter(str.isdigit, dtype)) or 32) // 8
 
 
 def _needing_gradient(graph):

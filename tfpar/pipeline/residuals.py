@@ -6,9 +6,7 @@ residuals: the forward pass returns them, and the backward pass is later called 
 
 import tensorflow as tf
 
-CONSTANT = (
-    1024  # captured tensors of at most so many elements whose values are known stay constants
-)
+CONSTANT = 1024  # known values of at most so many elements stay constants
 
 
 class Kept:
@@ -17,16 +15,14 @@ class Kept:
     Args:
       trace: takes the arguments of the forward pass; returns (outputs, backward, specs): the outputs,
         the function that makes the backward pass, and the specs of its arguments.
-      run: takes the function of the backward pass, returns it as a step of the stage.
+      run: takes the function of a pass, returns it as a step of the stage.
       finish: called at the end of each of the two traces.
       args: arguments of the forward pass.
     """
 
     def __init__(self, trace, run, finish, args):
-        found: dict = {}
-
         def forward(*args):
-            outputs, backward, specs = trace(*args)
+            outputs, backward, specs = run(trace)(*args)
 
             def finished(*args):
                 _keep_constants(tf.compat.v1.get_default_graph())
@@ -34,22 +30,21 @@ class Kept:
                 finish()
                 return results
 
-            compiled = tf.function(finished, autograph=False).get_concrete_function(*specs)
+            self._backward = tf.function(finished, autograph=False).get_concrete_function(*specs)
             graph = tf.compat.v1.get_default_graph()
             finish()
             outside = {id(inner): outer for outer, inner in graph.captures}
-            found.update(backward=compiled, sources=[])
             residuals: list = []
-            for tensor in compiled.captured_inputs:
+            self._sources: list = []  # each a variable, or the place of a residual
+            for tensor in self._backward.captured_inputs:
                 if isinstance(tensor, tf.__internal__.EagerTensor) or id(tensor) in outside:
-                    found["sources"].append(outside.get(id(tensor), tensor))  # such as a variable
+                    self._sources.append(outside.get(id(tensor), tensor))
                 else:
-                    found["sources"].append(len(residuals))
+                    self._sources.append(len(residuals))
                     residuals.append(tensor)
             return outputs, residuals
 
         self._forward = tf.function(forward, autograph=False).get_concrete_function(*args)
-        self._backward, self._sources = found["backward"], found["sources"]
 
     def forward(self, *args):
         """Returns (outputs, residuals)."""

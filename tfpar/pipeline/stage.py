@@ -64,6 +64,7 @@ class Stage:
         self.names = [call.name for call in self.calls]
         self.layer = _Calls(self.calls, f"tfpar_stage_{index}", graph.model.dtype_policy)
         self.state: list = []
+        self._places: dict = {}
         self.adds_losses = False
         self._earlier = {id(v) for call in graph.calls[:start] for v in call.variables}
 
@@ -87,7 +88,7 @@ class Stage:
           kept: {place in `state`: value} of the state that the calls shall start from.
 
         Returns:
-          (all values, losses that its layers add, {variable: its new value}).
+          (all values, losses that its layers add, pairs of a variable and its new value).
         """
         mapping = [(self.state[place], value) for place, value in (kept or {}).items()]
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
@@ -115,9 +116,9 @@ class Stage:
                     "stages, each of which would have a value of its own; keep the layers that use "
                     "it in one stage"
                 )
-            if not any(variable is known for known in self.state):
+            place = self._places.setdefault(id(variable), len(self.state))
+            if place == len(self.state):
                 self.state.append(variable)
-            place = next(k for k, known in enumerate(self.state) if known is variable)
             kept[place] = tf.identity(variable._value)
             variable.assign(new)
         return kept

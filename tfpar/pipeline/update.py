@@ -5,14 +5,15 @@ learning rate and loss scale, of which each mesh has its own copy. The norm of a
 whether they are finite, is found mesh by mesh and told to all.
 """
 
+import functools
+
 import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from tfpar import _tf, accumulation
+from tfpar import _tf, accumulation, denominators
 from tfpar.collectives import hop
-from tfpar.pipeline.functions import Compiled
-from tfpar.strategy import rules, trainer
+from tfpar.pipeline.functions import compiled
 from tfpar.variables import on_stage, to_host
 
 
@@ -20,16 +21,15 @@ class Update:
     """Makes the updates of a compiled model.
 
     Args:
-      plan: the `model.Plan`.
+      plan: the `plan.Plan`.
     """
 
     def __init__(self, plan):
         self._plan = plan
-        self._strategy = plan.strategy
         self._optimizer = plan.model.optimizer
         self._inner = self._optimizer.inner_optimizer
         self._functions: dict = {}
-        self._touched: dict = {}
+        self._touched: dict = {}  # rank: ids of the handles of the variables that its update uses
 
     @property
     def needs_norms(self):
@@ -53,10 +53,9 @@ class Update:
         optimizer = self._optimizer
         is_full = int(optimizer.micro_step.numpy()) + 1 >= optimizer.window_size
         extras = self._gather_tied()
+        divisors = [tf.constant(divisor, denominators.wide()) for divisor in divisors]
         for rank in self._ranks:
-            pack = lambda value: self._packed(value, optimizer.held(0).count.dtype)
-            with on_stage(rank):
-                packed = [pack(divisor) for divisor in divisors]
+            packed = self._plan.pack(divisors, rank)
             self._call(rank, "tally", self._tally, packed, extras.get(rank, {}))
         if is_full:
             self.update()
@@ -64,18 +63,13 @@ class Update:
     def update(self):
         """Updates the weights with what the window holds, and empties it."""
         self._find_places()
-        wide = self._optimizer.held(0).count.dtype
-        told = [None] * self._plan.ranks
+        told = None
         if self.needs_norms:
             found = [self._call(r, "norms", self._norms) for r in self._ranks if self._places[r]]
-            norms = [to_host(vector) for vector in found]
-            square, finite = tf.add_n(norms)[0], tf.reduce_all([v[1] > 0 for v in norms])
-            whole = tf.stack([tf.sqrt(square), tf.cast(finite, wide)])
-            for rank in self._ranks:
-                with on_stage(rank):
-                    told[rank] = self._packed(whole, wide)
+            squares, finite = zip(*(tf.unstack(to_host(vector)) for vector in found))
+            told = tf.sqrt(tf.add_n(squares)), tf.reduce_min(finite)
         for rank in self._ranks:
-            args = () if told[rank] is None else (told[rank],)
+            args = () if told is None else self._plan.pack(told, rank)
             self._call(rank, "apply", self._apply, *args)
         self._share()
 
@@ -97,11 +91,6 @@ class Update:
     def _ranks(self):
         return range(self._plan.ranks)
 
-    def _packed(self, value, dtype):
-        value = tf.cast(tf.convert_to_tensor(value), dtype)
-        layout = self._strategy.step_mesh.layout((None,) * value.shape.rank)
-        return dtensor.pack([value] * self._strategy.step_mesh.size, layout)
-
     def _find_places(self):
         """Which weights have gradients, by the stage mesh that updates them."""
         variables = self._optimizer._trainable_variables
@@ -114,22 +103,9 @@ class Update:
         places = tuple(self._places[rank]) if name in ("norms", "apply") else ()
         key = rank, name, places
         if key not in self._functions:
-            self._functions[key] = self._compiled(rank, name, fn)
-        with on_stage(rank), dtensor.default_mesh(self._strategy.step_mesh.dtensor_mesh):
+            self._functions[key] = compiled(self._plan, rank, functools.partial(fn, rank))
+        with on_stage(rank), dtensor.default_mesh(self._plan.meshes[rank].dtensor_mesh):
             return self._functions[key](*args)
-
-    def _compiled(self, rank, name, fn):
-        def step(*args):
-            with on_stage(rank), self._plan.variables_on(rank):
-                outputs = self._strategy.run(fn, args=(rank, *args))
-                graph = tf.compat.v1.get_default_graph()
-                self._touched[rank, name] = {id(outside) for outside, _ in graph.captures}
-                rules.check_graph(
-                    graph, self._strategy.step_mesh, trainer.variable_names(self._plan.model)
-                )
-            return outputs
-
-        return Compiled(step)
 
     # What the stage meshes compute.
 
@@ -147,7 +123,7 @@ class Update:
     def _norms(self, rank):
         """[squared norm of this mesh's gradients as the optimizer will see them, 1 if finite]."""
         gradients = self._optimizer.gradients_of(self._places[rank])
-        dtype = self._optimizer.held(0).count.dtype
+        dtype = denominators.wide()
         finite = tf.ones((), tf.bool)
         if self._scales:
             finite = self._inner.check_finite(gradients)
@@ -158,15 +134,18 @@ class Update:
             gradients = [gradient / factor for gradient in gradients]
         return tf.stack([accumulation.squared_norm(gradients, dtype), tf.cast(finite, dtype)])
 
-    def _apply(self, rank, told=None):
-        """Updates this mesh's weights and empties its part of the window."""
+    def _apply(self, rank, norm=None, finite=None):
+        """Updates this mesh's weights and empties its part of the window.
+
+        Args:
+          norm, finite: the norm of all gradients, and 1 if all are finite, where that is needed.
+        """
         optimizer, places = self._optimizer, self._places[rank]
         if places:
             gradients = optimizer.gradients_of(places)
             weights = [optimizer._trainable_variables[place] for place in places]
-            norm, finite = (None, None) if told is None else (told[0], told[1] > 0)
             norm = norm if self._innermost.global_clipnorm else None
-            finite = finite if self._scales else None
+            finite = finite > 0 if self._scales else None
             # Averages move on for weights without gradient too.
             part = _tf.updating_part(self._inner, self._homes[rank], norm, finite)
             with part, _tf.reduced_already(self._innermost):
@@ -176,6 +155,8 @@ class Update:
             for place in self._homes[rank]:
                 if averages[place] is not None:
                     averages[place].assign(optimizer._trainable_variables[place])
+        graph = tf.compat.v1.get_default_graph()
+        self._touched[rank] = {id(outside) for outside, _ in graph.captures}
         optimizer.empty(places)
         optimizer.micro_step.value.assign(tf.zeros((), tf.int64))
 
@@ -226,11 +207,7 @@ class Update:
 
     def _settle(self, variable, everywhere):
         """Keeps of a state that belongs to one weight only that of the mesh which updates it."""
-        users = [
-            rank
-            for rank, one in everywhere.items()
-            if id(one.handle) in self._touched.get((rank, "apply"), ())
-        ]
+        users = [rank for rank, one in everywhere.items() if id(one.handle) in self._touched[rank]]
         if len(users) == 1:
             variable._value = everywhere[users[0]]
             variable._value.copies = {}

@@ -59,6 +59,19 @@ def cut(batch, parts, multiple=1):
     return [tf.nest.map_structure(take(start), batch) for start in range(0, rows, size)]
 
 
+def batch_axes(tensor, mesh):
+    """The axes of a tensor whose dim 0 is a batch, if that divides."""
+    axes: list = [None] * tensor.shape.rank
+    if axes and tensor.shape[0] is not None and tensor.shape[0] % mesh.data == 0:
+        axes[0] = "data"
+    return axes
+
+
+def lay_out_rows(tensor, mesh):
+    """In a step: lays a tensor out by its rows over `data` if they divide, else whole."""
+    return dtensor.relayout(tensor, mesh.layout(batch_axes(tensor, mesh)))
+
+
 def to_tensors(batch):
     """A nest of host values as tensors that can live on a mesh.
 

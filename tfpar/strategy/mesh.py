@@ -229,8 +229,7 @@ class MeshStrategy(tf.distribute.Strategy):
         make = getattr(held, "make_on_stage", None)
         if make is None:
             raise ValueError(rules.outside_scope(f"variable {variable.path!r}"))
-        make = functools.partial(make.func, held.read_value(), *make.args[1:])
-        variable._value = self.extended._on_stages(make, stages)
+        variable._value = self.extended.on_stages(make, held.read_value(), stages)
 
     def check_layouts(self, model):
         """Refuses rules that caught none of the weights of `model`.
@@ -307,19 +306,19 @@ class _Extended(_tf.StrategyExtendedV1):
         if initial.dtype == tf.string:  # tables and names: never part of a step
             return next_creator(initial_value=initial, **kwargs)
         path, owner = _tf.creating(kwargs.get("name") or "Variable")
-        make = functools.partial(self._make, initial, kwargs, path, owner)
+        make = functools.partial(self._make, kwargs, path, owner)
         if self._strategy.mesh.pipe == 1:
-            return make()
+            return make(initial)
         if isinstance(owner, keras.metrics.Metric):
-            return self._on_stages(make, [self._strategy.mesh.pipe - 1])
+            return self.on_stages(make, initial, [self._strategy.mesh.pipe - 1])
         if isinstance(owner, keras.optimizers.Optimizer):
             weight = kwargs.get("colocate_with")
             weight = getattr(weight, "original", weight)
             if not isinstance(weight, ShardedVariable):  # such as a counter: each stage has its own
-                return self._on_stages(make, range(self._strategy.mesh.pipe))
+                return self.on_stages(make, initial, range(self._strategy.mesh.pipe))
             if not getattr(owner, "holds_gradients", False):
-                return self._on_stages(make, [weight.stage])
-            variable = self._on_stages(make, [weight.stage, *weight.copies])
+                return self.on_stages(make, initial, [weight.stage])
+            variable = self.on_stages(make, initial, [weight.stage, *weight.copies])
             variable.copies_add = True
             return variable
         # Which stage a weight belongs to is known when the model has been cut.
@@ -327,22 +326,21 @@ class _Extended(_tf.StrategyExtendedV1):
         variable.make_on_stage = make
         return variable
 
-    def _on_stages(self, make, stages):
+    def on_stages(self, make, initial, stages):
         """The variable of the first of `stages`, with copies for the others."""
         made = {}
         for stage in stages:
             with on_stage(stage):
-                made[stage] = make()
+                made[stage] = make(initial)
             made[stage].stage = stage
         first = made.pop(stages[0])
         first.copies = made
         for copy in made.values():
             copy._unique_id = first._unique_id  # by which optimizers know a weight
             copy.original = first
-            first.is_copied = copy.is_copied = True
         return first
 
-    def _make(self, initial, kwargs, path, owner):
+    def _make(self, kwargs, path, owner, initial):
         """The variable on the mesh of the current step."""
         shape = tuple(initial.shape)
         weight = kwargs.get("colocate_with")  # of an optimizer's slot

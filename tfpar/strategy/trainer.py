@@ -41,7 +41,6 @@ class Step:
         self._strategy = strategy
         self._step_function = step_function
         self._checked = False
-        assert strategy.step_mesh  # refuses a model without pipeline where pipe > 1
         self._call = self._run if model.run_eagerly else tf.function(self._run, autograph=False)
 
     def __call__(self, batch):
@@ -99,19 +98,20 @@ def check_model(model, strategy):
     """Refuses, before the first step, what a step on the mesh would compute wrong.
 
     Raises:
-      ValueError: jit_compile=True, variables that are not on the strategy's mesh, or a rule of the
-        LayoutMap that caught no weight.
+      ValueError: jit_compile=True, a model without pipeline where pipe > 1, variables that are not on
+        the strategy's mesh, or a rule of the LayoutMap that caught no weight.
     """
     if getattr(model, "_jit_compile", None) and model.compiled:
         raise ValueError(
             "compile(jit_compile=True) is not supported under MeshStrategy: DTensor splits a step "
             "before XLA could see it. Leave jit_compile out"
         )
+    mesh = strategy.step_mesh.dtensor_mesh
     for variable in _variables(model):
         inside = variable.value
         if not isinstance(inside, ShardedVariable):
             raise rules.UnsupportedStep(rules.outside_scope(f"variable {variable.path!r}"))
-        if inside.layout.mesh != strategy.step_mesh.dtensor_mesh:
+        if inside.layout.mesh != mesh:
             raise rules.UnsupportedStep(
                 f"variable {variable.path!r} belongs to the mesh of another strategy; build the "
                 "whole model, its optimizer and metrics in one strategy's scope"
@@ -135,12 +135,24 @@ def make_function(model, strategy, step_function, before=None):
             before(piece)
         return step(last)
 
+    return execution(model, slices, ahead=True)
+
+
+def execution(model, step, ahead=False):
+    """What Keras calls once for each execution, with an iterator over batches.
+
+    Args:
+      model: the Keras model, which says how many steps an execution has.
+      step: takes a batch, returns its logs.
+      ahead: whether to take the next batch while the devices still work on this one.
+    """
+
     def function(iterator):
         outputs = None
         for _, batch in zip(range(model.steps_per_execution), iterator):
-            outputs = slices(batch)
-            if hasattr(iterator, "prepare"):
-                iterator.prepare()  # while the devices work
+            outputs = step(batch)
+            if ahead and hasattr(iterator, "prepare"):
+                iterator.prepare()
         if outputs is None:
             raise StopIteration
         return tf.nest.map_structure(to_host, outputs)
@@ -148,15 +160,19 @@ def make_function(model, strategy, step_function, before=None):
     return function
 
 
+def joined(parts):
+    """Outputs for consecutive rows, one nest."""
+    if len(parts) == 1:
+        return parts[0]
+    return tf.nest.map_structure(lambda *pieces: tf.concat(pieces, 0), *parts)
+
+
 def make_predict_function(model, strategy):
     """What Keras calls once for each execution, with a list of batches."""
     step = Step(model, strategy, model.predict_step)
 
     def function(batches):
-        outputs = [tf.nest.map_structure(to_host, step(batch)) for batch in batches]
-        if len(outputs) == 1:
-            return outputs[0]
-        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+        return joined([tf.nest.map_structure(to_host, step(batch)) for batch in batches])
 
     return function
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from tfpar import _tf
+from tfpar.strategy.data import batch_axes, lay_out_rows
 from tfpar.variables import ShardedVariable, in_step, padded_scope, shard_counts
 
 NO_LOGIT = -1e9  # exp of it is 0 in every dtype
@@ -21,23 +22,6 @@ NO_LOGIT = -1e9  # exp of it is 0 in every dtype
 
 def _mesh():
     return tf.distribute.get_strategy().step_mesh
-
-
-def _batch_axes(tensor, mesh):
-    """The axes of a tensor whose dim 0 is a batch, if that divides."""
-    axes: list = [None] * tensor.shape.rank
-    if axes and tensor.shape[0] is not None and tensor.shape[0] % mesh.data == 0:
-        axes[0] = "data"
-    return axes
-
-
-def lay_out_rows(rows, mesh):
-    """In a step: makes looked-up rows of a table split by its width whole on every device.
-
-    Left split, their layout spreads through the model, and where it meets that of split weights
-    DTensor fails.
-    """
-    return dtensor.relayout(rows, mesh.layout(_batch_axes(rows, mesh)))
 
 
 def lookup(table, ids, mesh):
@@ -57,7 +41,7 @@ def lookup(table, ids, mesh):
     """
     count, width = table.shape
     ids = tf.where(ids < 0, ids + count, ids)
-    batch = _batch_axes(ids, mesh)
+    batch = batch_axes(ids, mesh)
     with _tf.stop_recording():
         value = table.padded_value()
         held = value.shape[0] // mesh.model
@@ -94,7 +78,7 @@ def split_logits(logits, size, mesh):
     """
     classes = tf.range(logits.shape[-1])
     logits = tf.where(classes < size, logits, tf.cast(NO_LOGIT, logits.dtype))
-    whole = dtensor.relayout(logits, mesh.layout(_batch_axes(logits, mesh)))
+    whole = lay_out_rows(logits, mesh)
     found = whole[..., :size]
     found._tfpar_split_logits = logits
     return found
@@ -148,6 +132,8 @@ def install():
             return tf.cast(lookup(table, ids, _mesh()), self.compute_dtype)
         rows = stock_lookup(self, inputs, *args, **kwargs)
         split = shard_counts(table.read_layout)[-1] > 1
+        # Left split, the layout of their width spreads through the model, and where it meets that of
+        # split weights DTensor fails.
         return lay_out_rows(rows, _mesh()) if split else rows
 
     @functools.wraps(stock_reversible)
