@@ -19,6 +19,7 @@ from tfpar.pipeline.blame import StageError
 from tfpar.pipeline.model import Pipeline
 from tfpar.strategy.activations import constrain
 from tfpar.strategy.mesh import MeshStrategy
+from tfpar.strategy.mirrored import MirroredStrategy
 from tfpar.strategy.rules import UnsupportedStep
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "LayoutMap",
     "Mesh",
     "MeshStrategy",
+    "MirroredStrategy",
     "Pipeline",
     "StageError",
     "UnsupportedStep",

@@ -18,8 +18,9 @@ from keras.src.backend.common.name_scope import current_path as _current_path
 from keras.src.backend.tensorflow import core, numpy
 
 # The class in which Keras turns a step into a compiled function (`_make_function`,
-# `make_predict_function`) and builds a model from its first batch (`_maybe_symbolic_build`).
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+# `make_predict_function`) and builds a model from its first batch (`_maybe_symbolic_build`); and the
+# iterator in which it asks the strategy for its data.
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 
 # The base classes of convolution layers, whose filters DTensor cannot leave split.
 from keras.src.layers.convolutional.base_conv import BaseConv
@@ -45,9 +46,18 @@ from keras.src.trainers.trainer import Trainer
 # Whether DTensor's device, which reads its switches once, has been made.
 from tensorflow.dtensor.python import api as _dtensor_api
 
+# What a MirroredStrategy consists of: keys that tell collectives apart, the launcher of one replica's
+# collectives, and the values of all replicas as one.
+from tensorflow.python.distribute.cross_device_utils import (
+    CollectiveKeys,
+    CollectiveReplicaLauncher,
+)
+
 # The base classes of a strategy: `tf.distribute.Strategy` is public, what a strategy of one's own
 # must implement is not.
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyExtendedV1
+from tensorflow.python.distribute.distribute_utils import regroup
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 
 # The programs that DTensor lowers steps to are kept by the eager context alone.
 from tensorflow.python.eager.context import context as _context
@@ -60,10 +70,14 @@ CONVOLUTIONS = (BaseConv, BaseConvTranspose, BaseDepthwiseConv, BaseSeparableCon
 
 __all__ = [
     "CONVOLUTIONS",
+    "CollectiveKeys",
+    "CollectiveReplicaLauncher",
     "Functional",
+    "MirroredExtended",
     "ReplicaContextBase",
     "StrategyExtendedV1",
     "SymbolicArguments",
+    "TFEpochIterator",
     "TensorFlowTrainer",
     "Trainer",
     "core",
@@ -77,6 +91,8 @@ __all__ = [
     "operation_fn",
     "record_operation",
     "reduced_already",
+    "reduces_already",
+    "regroup",
     "set_keras_mask",
     "stop_recording",
     "unpack_singleton",
@@ -145,6 +161,11 @@ def reduced_already(optimizer):
         yield
     finally:
         del optimizer._all_reduce_sum_gradients
+
+
+def reduces_already(optimizer):
+    """Whether `optimizer` is inside `reduced_already`."""
+    return "_all_reduce_sum_gradients" in vars(optimizer)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfpar import _tf, denominators
 from tfpar.strategy import trainer
 from tfpar.strategy.mesh import MeshStrategy
+from tfpar.strategy.mirrored import MirroredStrategy  # noqa: F401  its trainer comes before ours
 from tfpar.variables import to_host
 
 
@@ -24,13 +25,21 @@ class _Part:
     Attributes:
       kind: `denominators.MEAN` or `denominators.SUM`.
       count: the denominator, a number or scalar tensor; 1 for a sum.
+      factor: what makes of the gradient that of the sum which was divided.
       gradients: one per variable of the step, or None.
     """
 
-    def __init__(self, losses, rows, gradients):
+    def __init__(self, losses, rows, gradients, replicas=1):
         self.kind = losses[0].kind if losses else denominators.MEAN
         count = losses[0].count if losses else None
         self.count = 1 if self.kind == denominators.SUM else rows if count is None else count
+        self.factor = self.count
+        if self.kind == denominators.MEAN and replicas > 1:
+            wide = tf.cast(self.count, denominators.wide())
+            if denominators.summed_over_replicas():
+                self.factor = losses[0].whole if losses else denominators.share(wide)[1]
+            else:  # Keras divided the loss by their number
+                self.factor = wide * replicas
         self.gradients = gradients
 
 
@@ -250,11 +259,11 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         """The parts of a micro-batch's gradient, one for each denominator among its losses."""
         here = denominators.notes()
         if weight is not None or here is None:
-            return [_Part([], 1 if weight is None else weight, grads)]
+            return [_Part([], 1 if weight is None else weight, grads, self._replicas)]
         losses, here.losses = here.losses, []
         total, scaled = here.totals.pop(id(self), (None, None))
         if total is None or tf.executing_eagerly():
-            return [_Part(_alike(losses), here.rows, grads)]
+            return [_Part(_alike(losses), here.rows, grads, self._replicas)]
         losses, rest = what_makes(total, losses)
         if not losses and self._replicas > 1:
             raise ValueError(
@@ -265,7 +274,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         groups, takes_rest = grouped(losses, rest)
         if len(groups) == 1:
             (group,) = groups.values()
-            return [_Part(group, here.rows, grads)]
+            return [_Part(group, here.rows, grads, self._replicas)]
         upstream = tf.gradients(scaled, [loss.value for loss in losses])
         upstream = {id(loss): gradient for loss, gradient in zip(losses, upstream)}
         values = [getattr(variable, "value", variable) for variable in variables]
@@ -277,7 +286,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             else:
                 ys = [loss.value for loss in group]
                 found = tf.gradients(ys, values, grad_ys=[upstream[id(loss)] for loss in group])
-            parts.append(_Part(group, here.rows, found))
+            parts.append(_Part(group, here.rows, found, self._replicas))
         return parts
 
     @property
@@ -286,15 +295,11 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
 
     def _add(self, part, held, variables):
         """Adds a part of a micro-batch's gradient to what the window holds."""
-        factor = 1
         if part.kind == denominators.MEAN:
             with tf.control_dependencies(_computed([part])):
                 held.count.value.assign_add(tf.cast(part.count, held.count.dtype))
-            factor = part.count
-            if self._replicas > 1:  # Keras divided the loss by their number
-                factor = tf.cast(factor, held.count.dtype) * self._replicas
         places = [self._get_variable_index(variable) for variable in variables]
-        self.add_gradients(self._held.index(held), places, part.gradients, factor)
+        self.add_gradients(self._held.index(held), places, part.gradients, part.factor)
 
     def add_gradients(self, part, places, gradients, factor):
         """Adds gradients, times a factor, to those that the window holds.

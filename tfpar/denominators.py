@@ -27,12 +27,15 @@ class Loss:
       value: the scalar loss of the micro-batch.
       kind: MEAN or SUM.
       count: what it was divided by, a scalar tensor; None if that is the number of rows.
+      whole: where every replica has its own part of the rows, what all replicas divide by, a scalar
+        tensor; else None.
     """
 
     def __init__(self, value, kind, count):
         self.value = value
         self.kind = kind
         self.count = count
+        self.whole = None
 
 
 class Notes:
@@ -67,6 +70,49 @@ def take_notes(rows, last=True):
 def notes():
     """The `Notes` of the step that runs in this thread, or None outside one."""
     return getattr(_here, "notes", None)
+
+
+@contextlib.contextmanager
+def over_replicas(total):
+    """Normalises Keras' losses computed inside over the rows, tokens or weights of all replicas.
+
+    Args:
+      total: a function that sums a scalar over the replicas, for each of them.
+    """
+    _install()
+    outer = getattr(_here, "total", None)
+    _here.total = total
+    try:
+        yield
+    finally:
+        _here.total = outer
+
+
+def summed_over_replicas():
+    """The function that sums a scalar over the replicas, inside `over_replicas`; else None."""
+    return getattr(_here, "total", None)
+
+
+@contextlib.contextmanager
+def each_replica_alone():
+    """Has Keras' losses computed inside be those of a replica's own rows, as they come."""
+    _install()
+    _here.alone = True
+    try:
+        yield
+    finally:
+        _here.alone = False
+
+
+def share(count):
+    """What a mean over `count` items of a replica contributes to the mean over those of all.
+
+    Returns:
+      (the factor, the items of all replicas).
+    """
+    count = tf.cast(count, wide())
+    whole = _here.total(count)
+    return tf.math.divide_no_nan(count, whole), whole
 
 
 def weigh(loss, count):
@@ -115,13 +161,38 @@ def _install():
         values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
     ):
         loss = stock(values, sample_weight, mask, reduction, dtype)
-        here = notes()
+        here, total = notes(), summed_over_replicas()
         values = tf.convert_to_tensor(values)
-        if here is not None and reduction not in (None, "none") and values.shape.rank:
-            here.losses.append(_loss(loss, values, sample_weight, mask, reduction))
+        if not (here or total) or reduction in (None, "none") or not values.shape.rank:
+            return loss
+        noted = _loss(loss, values, sample_weight, mask, reduction)
+        if total and noted.kind == MEAN:
+            factor, noted.whole = share(rows_of(values) if noted.count is None else noted.count)
+            loss = noted.value = loss * tf.cast(factor, loss.dtype)
+        if here:
+            here.losses.append(noted)
         return loss
 
+    stock_unscale = _tf.losses.unscale_loss_for_distribution
+
+    @functools.wraps(stock_unscale)
+    def unscale_loss_for_distribution(value):
+        """The loss to report: inside `over_replicas`, that of all replicas."""
+        total = summed_over_replicas()
+        if getattr(_here, "alone", False):
+            return value
+        return total(tf.convert_to_tensor(value)) if total else stock_unscale(value)
+
+    stock_scale = _tf.losses.scale_loss_for_distribution
+
+    @functools.wraps(stock_scale)
+    def scale_loss_for_distribution(value):
+        done = getattr(_here, "alone", False) or summed_over_replicas()
+        return value if done else stock_scale(value)
+
+    _tf.losses.scale_loss_for_distribution = scale_loss_for_distribution
     _tf.losses.reduce_weighted_values = reduce_weighted_values
+    _tf.losses.unscale_loss_for_distribution = unscale_loss_for_distribution
 
 
 def _loss(loss, values, sample_weight, mask, reduction):

@@ -181,6 +181,14 @@ class MeshStrategy(tf.distribute.Strategy):
             outputs = super().run(fn, args, kwargs, options)
         return tf.nest.map_structure(to_host, outputs)
 
+    def make_function(self, model, step_function):
+        """What Keras calls once for each execution, with an iterator over batches."""
+        return trainer.make_function(model, self, step_function)
+
+    def make_predict_function(self, model):
+        """What Keras calls once for each execution, with a list of batches."""
+        return trainer.make_predict_function(model, self)
+
     def pack(self, batch):
         """Packs a nest of host values onto the mesh, dim 0 over `data` (see `data.pack`)."""
         return data_lib.pack(batch, self.step_mesh)
@@ -505,6 +513,3 @@ class _Extended(_tf.StrategyExtendedV1):
 
     def _get_replica_id_in_sync_group(self, replica_id):
         return replica_id
-
-
-trainer.install(lambda strategy: isinstance(strategy, MeshStrategy))

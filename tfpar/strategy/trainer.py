@@ -206,13 +206,13 @@ def install(is_ours):
     def _make_function(self, step_function):
         if not is_ours(self._distribute_strategy):
             return stock_function(self, step_function)
-        return make_function(self, self._distribute_strategy, step_function)
+        return self._distribute_strategy.make_function(self, step_function)
 
     def predict_function(self, force=False):
         if not is_ours(self._distribute_strategy):
             return stock_predict(self, force)
         if self.predict_function is None or force:
-            self.predict_function = make_predict_function(self, self._distribute_strategy)
+            self.predict_function = self._distribute_strategy.make_predict_function(self)
         return self.predict_function
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
