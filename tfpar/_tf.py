@@ -86,6 +86,7 @@ __all__ = [
     "function_def",
     "function_names",
     "get_keras_mask",
+    "innermost",
     "losses",
     "numpy",
     "operation_fn",
@@ -153,6 +154,11 @@ def without_traces():
         tracker.__dict__.update(before)
 
 
+def innermost(optimizer):
+    """The optimizer inside a `LossScaleOptimizer`, or the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 @contextlib.contextmanager
 def reduced_already(optimizer):
     """Has `optimizer` take gradients as they are, already summed over all replicas."""
@@ -193,7 +199,7 @@ def updating_part(optimizer, places, norm=None, finite=None):
       norm: the norm of the gradients of all weights; None if it is not needed.
       finite: whether the gradients of all weights are finite; None if it is not needed.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = innermost(optimizer)
     shown = {"_trainable_variables": [inner._trainable_variables[place] for place in places]}
     averages = getattr(inner, "_model_variables_moving_average", None)
     if inner.use_ema and averages:

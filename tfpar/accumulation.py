@@ -16,7 +16,6 @@ from tfpar import _tf, denominators
 from tfpar.strategy import trainer
 from tfpar.strategy.mesh import MeshStrategy
 from tfpar.strategy.mirrored import MirroredStrategy  # noqa: F401  its trainer comes before ours
-from tfpar.variables import to_host
 
 
 class _Part:
@@ -29,17 +28,17 @@ class _Part:
       gradients: one per variable of the step, or None.
     """
 
-    def __init__(self, losses, rows, gradients, replicas=1):
+    def __init__(self, losses, rows, gradients, replicas):
         self.kind = losses[0].kind if losses else denominators.MEAN
         count = losses[0].count if losses else None
         self.count = 1 if self.kind == denominators.SUM else rows if count is None else count
         self.factor = self.count
         if self.kind == denominators.MEAN and replicas > 1:
             wide = tf.cast(self.count, denominators.wide())
-            if denominators.summed_over_replicas():
-                self.factor = losses[0].whole if losses else denominators.share(wide)[1]
-            else:  # Keras divided the loss by their number
+            if denominators.keras_divides():
                 self.factor = wide * replicas
+            elif denominators.summed_over_replicas():
+                self.factor = losses[0].whole if losses else denominators.share(wide)[1]
         self.gradients = gradients
 
 
@@ -149,7 +148,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         strategy = tf.distribute.get_strategy()
         if not tf.distribute.has_strategy():
             strategy = self._distribution_strategy
-        for optimizer in (self, self._inner, innermost(self._inner)):
+        for optimizer in (self, self._inner, _tf.innermost(self._inner)):
             if optimizer._distribution_strategy is not strategy:
                 raise ValueError(
                     f"optimizer {optimizer.name!r} was created outside the scope of the "
@@ -258,12 +257,13 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     def _parts(self, grads, variables, weight):
         """The parts of a micro-batch's gradient, one for each denominator among its losses."""
         here = denominators.notes()
+        part = functools.partial(_Part, replicas=self._replicas)
         if weight is not None or here is None:
-            return [_Part([], 1 if weight is None else weight, grads, self._replicas)]
+            return [part([], 1 if weight is None else weight, grads)]
         losses, here.losses = here.losses, []
         total, scaled = here.totals.pop(id(self), (None, None))
         if total is None or tf.executing_eagerly():
-            return [_Part(_alike(losses), here.rows, grads, self._replicas)]
+            return [part(_alike(losses), here.rows, grads)]
         losses, rest = what_makes(total, losses)
         if not losses and self._replicas > 1:
             raise ValueError(
@@ -274,7 +274,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         groups, takes_rest = grouped(losses, rest)
         if len(groups) == 1:
             (group,) = groups.values()
-            return [_Part(group, here.rows, grads, self._replicas)]
+            return [part(group, here.rows, grads)]
         upstream = tf.gradients(scaled, [loss.value for loss in losses])
         upstream = {id(loss): gradient for loss, gradient in zip(losses, upstream)}
         values = [getattr(variable, "value", variable) for variable in variables]
@@ -286,7 +286,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             else:
                 ys = [loss.value for loss in group]
                 found = tf.gradients(ys, values, grad_ys=[upstream[id(loss)] for loss in group])
-            parts.append(_Part(group, here.rows, found, self._replicas))
+            parts.append(part(group, here.rows, found))
         return parts
 
     @property
@@ -366,32 +366,18 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         with tf.control_dependencies([tensor for value in computed for tensor in local(value)]):
             self.micro_step.value.assign_add(tf.ones((), tf.int64))
         full = self.micro_step.value >= self._window(tf.convert_to_tensor(self.iterations.value))
-        self._when(full, self._close)
+        trainer.when(full, self._close)
 
     def _close(self):
         """Makes the update of the window and empties it."""
-        optimizer = innermost(self._inner)
+        optimizer = _tf.innermost(self._inner)
         with _tf.reduced_already(optimizer):
             if tf.distribute.in_cross_replica_context():
-                self._close_replicas(optimizer)
+                strategy, weights = self._distribution_strategy, self._trainable_variables
+                trainer.update_replicas(strategy, optimizer, self._update, (), weights)
             else:
                 self._update()
         self.micro_step.value.assign(tf.zeros((), tf.int64))
-
-    def _close_replicas(self, optimizer):
-        call = self._distribution_strategy.extended.call_for_each_replica
-        with _tf.without_overwriting(optimizer) as (frequency, overwrite):
-            call(self._update)
-        if frequency is not None:
-            due = tf.convert_to_tensor(self.iterations.value) % frequency == 0
-            self._when(due, lambda: overwrite(self._trainable_variables))
-
-    @staticmethod
-    def _when(condition, fn):
-        if not tf.executing_eagerly():
-            tf.cond(condition, fn, lambda: None)
-        elif bool(to_host(condition)):
-            fn()
 
     def _update(self):
         places = self._stepped or range(len(self._trainable_variables))
@@ -515,17 +501,12 @@ def _computed(parts):
     return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
-def innermost(optimizer):
-    """The optimizer inside a `LossScaleOptimizer`, or the optimizer itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
 def _check(optimizer, steps):
     if isinstance(optimizer, AccumulatingOptimizer):
         raise ValueError(
             "the optimizer is an AccumulatingOptimizer already; give it the product of both steps"
         )
-    stock = innermost(optimizer).gradient_accumulation_steps
+    stock = _tf.innermost(optimizer).gradient_accumulation_steps
     if stock:
         raise ValueError(
             f"the optimizer has gradient_accumulation_steps={stock} of its own; leave it out, "

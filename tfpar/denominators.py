@@ -76,32 +76,29 @@ def notes():
 def over_replicas(total):
     """Normalises Keras' losses computed inside over the rows, tokens or weights of all replicas.
 
+    Keras itself would divide them by the number of replicas.
+
     Args:
-      total: a function that sums a scalar over the replicas, for each of them.
+      total: a function that sums a scalar over the replicas, for each of them; None to leave losses
+        as they are, those of a replica's own rows.
     """
     _install()
-    outer = getattr(_here, "total", None)
-    _here.total = total
+    outer = getattr(_here, "total", None), keras_divides()
+    _here.total, _here.keras_divides = total, False
     try:
         yield
     finally:
-        _here.total = outer
+        _here.total, _here.keras_divides = outer
+
+
+def keras_divides():
+    """Whether Keras divides losses by the number of replicas, outside of `over_replicas`."""
+    return getattr(_here, "keras_divides", True)
 
 
 def summed_over_replicas():
-    """The function that sums a scalar over the replicas, inside `over_replicas`; else None."""
+    """The function that sums a scalar over the replicas, if `over_replicas` was given one."""
     return getattr(_here, "total", None)
-
-
-@contextlib.contextmanager
-def each_replica_alone():
-    """Has Keras' losses computed inside be those of a replica's own rows, as they come."""
-    _install()
-    _here.alone = True
-    try:
-        yield
-    finally:
-        _here.alone = False
 
 
 def share(count):
@@ -178,17 +175,16 @@ def _install():
     @functools.wraps(stock_unscale)
     def unscale_loss_for_distribution(value):
         """The loss to report: inside `over_replicas`, that of all replicas."""
+        if keras_divides():
+            return stock_unscale(value)
         total = summed_over_replicas()
-        if getattr(_here, "alone", False):
-            return value
-        return total(tf.convert_to_tensor(value)) if total else stock_unscale(value)
+        return total(tf.convert_to_tensor(value)) if total else value
 
     stock_scale = _tf.losses.scale_loss_for_distribution
 
     @functools.wraps(stock_scale)
     def scale_loss_for_distribution(value):
-        done = getattr(_here, "alone", False) or summed_over_replicas()
-        return value if done else stock_scale(value)
+        return stock_scale(value) if keras_divides() else value
 
     _tf.losses.scale_loss_for_distribution = scale_loss_for_distribution
     _tf.losses.reduce_weighted_values = reduce_weighted_values

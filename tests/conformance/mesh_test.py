@@ -49,6 +49,12 @@ def compare(build, case, strategy, optimizer=None, **kwargs):
     )
 
 
+def adam(case):
+    # A larger epsilon keeps the noise that Adam makes of zero gradients out of the outputs.
+    epsilon = 1e-4 if case.through_outputs else 1e-7
+    return lambda: keras.optimizers.Adam(0.01, epsilon=epsilon)
+
+
 RUNS = [id for id in cases.CASE_IDS if id not in REFUSED]
 
 
@@ -65,10 +71,7 @@ def test_with_its_own_optimizer(case_id, mesh):
 def test_with_adam(case_id, mesh):
     """Adam divides by the gradient's size: it shows wrong scales, SGD wrong values of state."""
     case = cases.CASES[case_id]()
-    # A larger epsilon keeps the noise that Adam makes of zero gradients out of the outputs.
-    epsilon = 1e-4 if case.through_outputs else 1e-7
-    adam = lambda: keras.optimizers.Adam(0.01, epsilon=epsilon)
-    check(case, mesh, adam, through_outputs=case.through_outputs)
+    check(case, mesh, adam(case), through_outputs=case.through_outputs)
 
 
 @pytest.mark.parametrize("optimizer", ["own", "adam"])

@@ -5,9 +5,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from mesh_test import compare
+from fit_test import mirrored
+from mesh_test import adam, compare
 
 import tfpar
+from tfpar.testing import assert_same_training
 
 L = keras.layers
 REFUSED = {"21", "24"}  # by name, see below
@@ -19,19 +21,10 @@ RUNS = [
 ]
 
 
-def mirrored(replicas=4, **kwargs):
-    return tfpar.MirroredStrategy([f"CPU:{i}" for i in range(replicas)], **kwargs)
-
-
 def check(case, optimizer=None, loss_is=None, replicas=4, **kwargs):
     return compare(
         lambda: cases.build(case), case, mirrored(replicas, loss_is=loss_is), optimizer, **kwargs
     )
-
-
-def adam(case):
-    epsilon = 1e-4 if case.through_outputs else 1e-7
-    return lambda: keras.optimizers.Adam(0.01, epsilon=epsilon)
 
 
 @pytest.mark.parametrize("case_id", RUNS)
@@ -49,6 +42,30 @@ def test_with_adam(case_id):
 def test_21_an_own_loss_that_is_a_mean(optimizer):
     case = cases.CASES["21"]()
     check(case, adam(case) if optimizer == "adam" else None, loss_is="mean")
+
+
+def test_21_an_own_loss_in_windows(float64):
+    """Nobody divides such a loss by the number of replicas, so no window multiplies it by that."""
+
+    class OwnLoss(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.losses.MeanSquaredError()(y, y_pred)
+
+    def build():
+        i = L.Input((3,))
+        return OwnLoss(i, L.Dense(1)(L.Dense(4, "tanh")(i)))
+
+    random = np.random.default_rng(0)
+    assert_same_training(
+        build,
+        (random.normal(size=(22, 3)), random.normal(size=(22, 1))),
+        mirrored(loss_is="mean"),
+        # Adam would hide a gradient that is too large.
+        optimizer=lambda: tfpar.AccumulatingOptimizer(keras.optimizers.SGD(0.1, 0.9), 2),
+        batch_size=6,
+        use_fit=True,
+        tolerance=1e-9,
+    )
 
 
 def test_21_an_own_loss_is_refused_until_it_says_what_it_is():

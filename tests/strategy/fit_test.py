@@ -27,6 +27,10 @@ def mesh(data=1, model=1, pipe=1):
     return tfpar.Mesh(pipe=pipe, data=data, model=model, devices=devices)
 
 
+def mirrored(replicas=4, **kwargs):
+    return tfpar.MirroredStrategy([f"CPU:{i}" for i in range(replicas)], **kwargs)
+
+
 def strategy_on(data, model, layouts=None, **kwargs):
     return tfpar.MeshStrategy(mesh(data, model), layouts, **kwargs)
 

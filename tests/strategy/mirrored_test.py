@@ -4,16 +4,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fit_test import mirrored
 
 import tfpar
 from tfpar.strategy import cross_device
 from tfpar.testing import assert_same_training, relative_error
 
 L = keras.layers
-
-
-def mirrored(replicas=4, **kwargs):
-    return tfpar.MirroredStrategy([f"CPU:{i}" for i in range(replicas)], **kwargs)
 
 
 def images(rows=22):

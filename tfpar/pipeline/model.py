@@ -6,7 +6,7 @@ import inspect
 import keras
 import tensorflow as tf
 
-from tfpar import _tf, accumulation
+from tfpar import _tf
 from tfpar.accumulation import AccumulatingOptimizer
 from tfpar.mesh import check_positive
 from tfpar.pipeline import schedule as schedules
@@ -109,7 +109,7 @@ def _check_compile(arguments, optimizer):
                 f"compile({name}=True) is not supported for a pipeline: its stages are compiled "
                 f"functions that DTensor splits. Leave out {name}"
             )
-    for one in (optimizer.inner_optimizer, accumulation.innermost(optimizer.inner_optimizer)):
+    for one in (optimizer.inner_optimizer, _tf.innermost(optimizer.inner_optimizer)):
         stock = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
         if not any(type(one).apply is kind.apply for kind in stock):
             raise ValueError(

@@ -38,7 +38,7 @@ class Update:
 
     @property
     def _innermost(self):
-        return accumulation.innermost(self._inner)
+        return _tf.innermost(self._inner)
 
     @property
     def _scales(self):

@@ -445,30 +445,30 @@ class PowerSGD(Compressor):
         rest_shapes = [shape for shape, matrix in zip(bucket.shapes, matrices) if not matrix]
 
         def split(gradient):
-            pieces = _split(_wide(gradient), [m or s for m, s in zip(matrices, bucket.shapes)])
+            pieces = unflatten(_wide(gradient), [m or s for m, s in zip(matrices, bucket.shapes)])
             rest = [piece for piece, matrix in zip(pieces, matrices) if not matrix]
             return [piece for piece, matrix in zip(pieces, matrices) if matrix], rest
 
         def project(pieces, q):
-            return _flat([m @ q for m, q in zip(pieces[0], _split(q, q_shapes))] + pieces[1])
+            return flatten([m @ q for m, q in zip(pieces[0], unflatten(q, q_shapes))] + pieces[1])
 
         def bases(reduced):
-            pieces = _split(reduced, p_shapes + rest_shapes)
+            pieces = unflatten(reduced, p_shapes + rest_shapes)
             return _orthonormal(pieces[: len(known)]), pieces[len(known) :]
 
         def back(pieces, bases):
             products = zip(pieces[0], bases[0])
-            return _flat([tf.matmul(m, p, transpose_a=True) for m, p in products])
+            return flatten([tf.matmul(m, p, transpose_a=True) for m, p in products])
 
         def join(p, q, rest):
-            products = zip(p, _split(q, q_shapes))
+            products = zip(p, unflatten(q, q_shapes))
             whole = iter(rest)
             low = iter([tf.matmul(p, q, transpose_b=True) for p, q in products])
-            return tf.cast(_flat([next(low if m else whole) for m in matrices]), dtype)
+            return tf.cast(flatten([next(low if m else whole) for m in matrices]), dtype)
 
         def keep(variable, q):
-            pairs = zip(_split(q, q_shapes), _split(variable.read_value(), q_shapes))
-            return variable.assign(_flat([_new_q(new, old) for new, old in pairs]))
+            pairs = zip(unflatten(q, q_shapes), unflatten(variable.read_value(), q_shapes))
+            return variable.assign(flatten([_new_q(new, old) for new, old in pairs]))
 
         pieces = wire.map(split, bucket.gradients)
         first = wire.map(
@@ -612,11 +612,12 @@ def _unpack(packed, like):
     return tf.nest.pack_sequence_as(like, tensors)
 
 
-def _flat(tensors):
+def flatten(tensors):
+    """The elements of tensors of one dtype, one after the other in a vector."""
     return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
 
 
-def _split(vector, shapes):
+def unflatten(vector, shapes):
     """The tensors of `shapes` that lie one after the other in a vector."""
     pieces = tf.split(vector, [math.prod(shape) for shape in shapes])
     return [tf.reshape(piece, shape) for piece, shape in zip(pieces, shapes)]

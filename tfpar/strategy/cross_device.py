@@ -31,16 +31,15 @@ class Wire:
     Args:
       devices: list of device names, one per replica.
       options: `tf.distribute.experimental.CommunicationOptions`: ring or NCCL.
-      algorithm: "ring" for TensorFlow's collectives, "one_device" to add up on the first device.
 
     Attributes:
-      traffic: list of (kind, dtype name, bytes that one replica hands in), as collectives are made.
+      traffic: list of (kind, dtype name, bytes that one replica hands in), of the collectives of the
+        last `exchange` that was traced or run.
     """
 
-    def __init__(self, devices, options, algorithm="ring"):
+    def __init__(self, devices, options):
         self.devices = devices
         self.replicas = len(devices)
-        self._algorithm = algorithm
         self.traffic: list = []
         group = KEYS.get_group_key(devices)
         self._launchers = [
@@ -65,7 +64,8 @@ class Wire:
         self._count(compression.ALL_REDUCE, tensors[0])
         if self.replicas == 1:
             return list(tensors)
-        if op == "sum" and self._algorithm == "ring" and not tf.executing_eagerly():
+        # Eager collectives of one thread would wait for each other for ever.
+        if op == "sum" and not tf.executing_eagerly():
             return [
                 launcher.all_reduce(tensor) for launcher, tensor in zip(self._launchers, tensors)
             ]
@@ -130,6 +130,7 @@ def exchange(gradients, wire, bucket_bytes):
     Returns:
       The same nest.
     """
+    wire.traffic.clear()
     sums = list(gradients)
     dense = []
     for place, parts in enumerate(gradients):
@@ -156,19 +157,15 @@ def _all_reduced(gradients, wire):
     real = {tf.complex64: tf.float32, tf.complex128: tf.float64}.get(first[0].dtype)
 
     def pack(*tensors):
-        flat = [tf.reshape(t, [-1]) for t in tensors]
-        flat = tf.concat(flat, 0) if len(flat) > 1 else flat[0]
+        flat = compression.flatten(tensors)
         return (
-            flat
-            if real is None
-            else tf.reshape(tf.stack([tf.math.real(flat), tf.math.imag(flat)]), [-1])
+            flat if real is None else compression.flatten([tf.math.real(flat), tf.math.imag(flat)])
         )
 
     def unpack(flat):
         if real is not None:
             flat = tf.complex(*tf.split(flat, 2))
-        parts = tf.split(flat, [t.shape.num_elements() for t in first])
-        return [tf.reshape(part, t.shape) for part, t in zip(parts, first)]
+        return compression.unflatten(flat, [t.shape for t in first])
 
     flat = wire.map(pack, *gradients)
     return zip(*wire.map(unpack, wire.all_reduce(flat)))

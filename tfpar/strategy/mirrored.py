@@ -13,11 +13,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import _tf, denominators
+from tfpar.mesh import check_positive
 from tfpar.strategy import cross_device, trainer
 from tfpar.strategy import data as data_lib
 from tfpar.strategy.mesh import MeshStrategy
 
 _here = threading.local()  # in the thread of a replica: its number, while a step runs
+
+_SAY_WHAT_IT_IS = (
+    'say MirroredStrategy(loss_is="mean") if it is a mean over them, or loss_is="scaled" if it is '
+    "divided by what the global batch holds"
+)
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):
@@ -45,10 +51,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
     def __init__(self, devices=None, bucket_bytes=25 << 20, loss_is=None):
         if loss_is not in (None, "mean", "scaled"):
             raise ValueError(f'loss_is must be "mean", "scaled" or None; received {loss_is!r}')
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ValueError(
-                f"bucket_bytes must be an int of at least 1; received {bucket_bytes!r}"
-            )
+        check_positive(bucket_bytes=bucket_bytes)
         super(tf.distribute.MirroredStrategy, self).__init__(_Extended(self, devices=devices))
         self._bucket_bytes = bucket_bytes
         self._loss_is = loss_is
@@ -96,7 +99,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
             range(n),
         )
 
-    def update(self, stock, optimizer, gradients, variables, mean):
+    def update(self, stock, optimizer, gradients, variables, shares):
         """In cross-replica context: an update with the gradients of all replicas.
 
         Args:
@@ -104,37 +107,29 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
           optimizer: a Keras optimizer, or a `LossScaleOptimizer` around one.
           gradients: list of values of all replicas, or None.
           variables: the Keras variables.
-          mean: each replica's rows over those of all, if gradients are those of means over its rows.
+          shares: each replica's rows over those of all, if gradients are those of means over its
+            rows; else None.
         """
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = _tf.innermost(optimizer)
         if not optimizer.built:
             with tf.init_scope():
                 optimizer.build(variables)
         local = [self.experimental_local_results(g) for g in gradients]
         for variable, parts in zip(variables, local):
             for part in parts:
-                if isinstance(part, tf.Tensor):
-                    part.set_shape(
-                        variable.shape
-                    )  # which a layer may hide, such as a map over rows
-        if mean is not None:
-            shares = self.experimental_local_results(mean)
+                if isinstance(part, tf.Tensor):  # a layer may hide its shape: a map over rows does
+                    part.set_shape(variable.shape)
+        if shares is not None:
+            shares = self.experimental_local_results(shares)
             local = [
                 parts if parts[0] is None else self._wire.map(_times, parts, shares)
                 for parts in local
             ]
         sums = cross_device.exchange(local, self._wire, self._bucket_bytes)
         sums = [None if parts[0] is None else _tf.regroup(tuple(parts)) for parts in sums]
-        with _tf.reduced_already(inner), _tf.without_overwriting(inner) as (frequency, overwrite):
-            self.extended.call_for_each_replica(stock, args=(optimizer, sums, variables))
-        if frequency is not None:
-            updates = tf.convert_to_tensor(inner.iterations.value)
-            due = tf.logical_and(updates > 0, updates % frequency == 0)
-            if tf.executing_eagerly():
-                if due:
-                    overwrite(variables)
-            else:
-                tf.cond(due, lambda: overwrite(variables), lambda: None)
+        with _tf.reduced_already(inner):
+            args = (optimizer, sums, variables)
+            trainer.update_replicas(self, inner, stock, args, variables)
 
 
 def _times(gradient, share):
@@ -177,9 +172,8 @@ class _Extended(_tf.MirroredExtended):
     def _call_for_each_replica(self, fn, args, kwargs):
         if not tf.distribute.in_cross_replica_context() or getattr(_here, "inside", False):
             return super()._call_for_each_replica(fn, args, kwargs)
-        _here.inside = (
-            True  # calls made while the replicas wait for each other are part of the step
-        )
+        # Calls made while the replicas wait for each other are part of the step.
+        _here.inside = True
         try:
             return super()._call_for_each_replica(_whole_batch(fn), args, kwargs)
         finally:
@@ -198,9 +192,8 @@ def _whole_batch(fn):
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         _here.replica = int(tf.get_static_value(replica))
         _here.own_loss = getattr(fn, "own_loss", False)
-        over_all = denominators.over_replicas(_total)
         try:
-            with denominators.each_replica_alone() if _here.own_loss else over_all:
+            with denominators.over_replicas(None if _here.own_loss else _total):
                 return fn(*args, **kwargs)
         finally:
             _here.replica = None
@@ -232,8 +225,7 @@ class _Step:
             return self._run(parts)
         flat = tf.nest.flatten(parts)
         tensors = [value for value in flat if tf.is_tensor(value)]
-        specs = [_of_any_rows(value) for value in flat]
-        key = str(tf.nest.pack_sequence_as(parts, specs))
+        key = str(tf.nest.map_structure(_of_any_rows, parts[0]))  # as those of the other replicas
         if key not in self._functions:
 
             def run(*tensors):
@@ -241,8 +233,8 @@ class _Step:
                 filled = [next(given) if tf.is_tensor(value) else value for value in flat]
                 return self._run(tf.nest.pack_sequence_as(parts, filled))
 
-            traced = [spec for spec in specs if isinstance(spec, tf.TensorSpec)]
-            self._functions[key] = tf.function(run, autograph=False).get_concrete_function(*traced)
+            specs = [_of_any_rows(tensor) for tensor in tensors]
+            self._functions[key] = tf.function(run, autograph=False).get_concrete_function(*specs)
         return self._functions[key](*tensors)
 
     def _run(self, parts):
@@ -272,17 +264,12 @@ def _of_any_rows(value):
 
 def check_model(model, strategy):
     """Refuses, before the first step, what the replicas would compute wrong."""
-    if getattr(model, "_jit_compile", None) and model.compiled:
-        raise ValueError(
-            "compile(jit_compile=True) is not supported under MirroredStrategy: XLA cannot compile a "
-            "step that several devices share. Leave jit_compile out"
-        )
+    trainer.refuse_jit(model, strategy, "XLA cannot compile a step that several devices share")
     own = _own_loss(model)
     if own and strategy.loss_is is None:
         raise ValueError(
-            f"{type(model).__name__} has a {own[0]} of its own, which sees the rows of one replica: "
-            'say MirroredStrategy(loss_is="mean") if its loss is a mean over them, or '
-            'loss_is="scaled" if it is divided by what the global batch holds'
+            f"{type(model).__name__} has a {own[0]} of its own, whose loss sees the rows of one "
+            f"replica: {_SAY_WHAT_IT_IS}"
         )
 
 
@@ -302,36 +289,37 @@ def _replica():
     return getattr(_here, "replica", None)
 
 
-@functools.cache
-def install():
-    """Has Keras' optimizers, seeds and data know of the replicas of our strategy, and of no other."""
+def _sum_before_updates():
+    """Has Keras' optimizers take the sum of all replicas' gradients before they do anything else."""
 
     def wrap(cls):
         stock = cls.apply
 
         @functools.wraps(stock)
         def apply(self, grads, trainable_variables=None):
-            inner = getattr(self, "inner_optimizer", self)
-            if _replica() is None or _tf.reduces_already(inner):
+            if _replica() is None or _tf.reduces_already(_tf.innermost(self)):
                 return stock(self, grads, trainable_variables)
             grads = list(grads)
             variables = list(trainable_variables or self._trainable_variables)
 
-            mean = _here.rows
-            mean = tf.cast(mean, denominators.wide()) if _here.own_loss else None
-            if mean is not None:
-                mean = mean / _total(mean)
+            share = None
+            if _here.own_loss:
+                rows = tf.cast(_here.rows, denominators.wide())
+                share = rows / _total(rows)
 
-            def update(strategy, gradients, mean):
-                strategy.update(stock, self, gradients, variables, mean)
+            def update(strategy, gradients, shares):
+                strategy.update(stock, self, gradients, variables, shares)
 
-            return tf.distribute.get_replica_context().merge_call(update, (grads, mean))
+            return tf.distribute.get_replica_context().merge_call(update, (grads, share))
 
         cls.apply = apply
 
     wrap(keras.optimizers.Optimizer)
     wrap(keras.optimizers.LossScaleOptimizer)
 
+
+def _draw_by_replica():
+    """Has Keras' seed generators give each replica seeds of its own."""
     stock_next = keras.random.SeedGenerator.next
 
     @functools.wraps(stock_next)
@@ -344,6 +332,9 @@ def install():
 
     keras.random.SeedGenerator.next = next
 
+
+def _add_losses_by_replica():
+    """Keeps the losses that layers add apart by replica, and normalises them over all replicas."""
     stock_add, stock_clear = keras.layers.Layer.add_loss, keras.layers.Layer._clear_losses
     stock_losses = keras.layers.Layer.losses
 
@@ -385,9 +376,8 @@ def install():
             kind = tf.distribute.get_strategy().loss_is
             if kind is None:
                 raise ValueError(
-                    f"layer {layer.name!r} adds a loss of its own, which sees the rows of one replica: "
-                    'say MirroredStrategy(loss_is="mean") if it is a mean over them, or '
-                    'loss_is="scaled" if it is divided by what the global batch holds'
+                    f"layer {layer.name!r} adds a loss of its own, which sees the rows of one "
+                    f"replica: {_SAY_WHAT_IT_IS}"
                 )
             if kind == "scaled":
                 return whole
@@ -397,6 +387,9 @@ def install():
 
     _tf.TensorFlowTrainer._aggregate_additional_loss = _aggregate_additional_loss
 
+
+def _tell_who_asks_for_data():
+    """Has Keras say that it is `fit` and its kin that distribute a dataset."""
     stock_init = _tf.TFEpochIterator.__init__
 
     @functools.wraps(stock_init)
@@ -410,5 +403,8 @@ def install():
     _tf.TFEpochIterator.__init__ = __init__
 
 
-install()
+_sum_before_updates()
+_draw_by_replica()
+_add_losses_by_replica()
+_tell_who_asks_for_data()
 trainer.install(lambda strategy: isinstance(strategy, (MeshStrategy, MirroredStrategy)))

@@ -82,6 +82,45 @@ def compiled(strategy, fn):
     return call
 
 
+def when(condition, fn):
+    """Calls `fn`, which returns nothing, if a boolean tensor says so; in a trace too."""
+    if not tf.executing_eagerly():
+        tf.cond(condition, fn, lambda: None)
+    elif bool(to_host(condition)):
+        fn()
+
+
+def update_replicas(strategy, optimizer, update, args, variables):
+    """In cross-replica context: has every replica make an update.
+
+    Weights are overwritten with their averages afterwards: replicas cannot enter that condition.
+
+    Args:
+      optimizer: the innermost optimizer.
+      update: what each replica calls with its values of `args`.
+      variables: all weights of the optimizer.
+    """
+    with _tf.without_overwriting(optimizer) as (frequency, overwrite):
+        strategy.extended.call_for_each_replica(update, args=args)
+    if frequency is not None:
+        updates = tf.convert_to_tensor(optimizer.iterations.value)
+        due = tf.logical_and(updates > 0, updates % frequency == 0)
+        when(due, lambda: overwrite(variables))
+
+
+def refuse_jit(model, strategy, why):
+    """Refuses compile(jit_compile=True).
+
+    Raises:
+      ValueError: says why.
+    """
+    if getattr(model, "_jit_compile", None) and model.compiled:
+        raise ValueError(
+            f"compile(jit_compile=True) is not supported under {type(strategy).__name__}: {why}. "
+            "Leave jit_compile out"
+        )
+
+
 def _variables(model):
     """All variables that a step of `model` may touch."""
     optimizer = getattr(model, "optimizer", None)
@@ -101,11 +140,7 @@ def check_model(model, strategy):
       ValueError: jit_compile=True, a model without pipeline where pipe > 1, variables that are not on
         the strategy's mesh, or a rule of the LayoutMap that caught no weight.
     """
-    if getattr(model, "_jit_compile", None) and model.compiled:
-        raise ValueError(
-            "compile(jit_compile=True) is not supported under MeshStrategy: DTensor splits a step "
-            "before XLA could see it. Leave jit_compile out"
-        )
+    refuse_jit(model, strategy, "DTensor splits a step before XLA could see it")
     mesh = strategy.step_mesh.dtensor_mesh
     for variable in _variables(model):
         inside = variable.value
